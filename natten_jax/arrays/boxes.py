@@ -1,4 +1,4 @@
-"""Boxes of tokens: parts of arrays, updated in place, and the padding outside of a batch entry's layout."""
+"""Boxes of queries that are read from arrays or written to them in place, and masks of the padding of batch entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from natten_jax.arrays.operands import Role, roles_of
 
 
 def words_of(array: jax.Array) -> jax.Array:
-    """Bitcast pairs of 16-bit elements along the last dimension to 32-bit words; return other arrays unchanged."""
+    """Bitcast pairs of adjacent 16-bit elements to 32-bit words.
+
+    Arrays with elements of another size, or with an odd last dimension, are returned unchanged.
+    """
     *outer, width = array.shape
     if array.dtype.itemsize != 2 or width % 2:
         return array
@@ -35,11 +38,11 @@ _Array = TypeVar("_Array")
 
 
 def apart(arrays: _Array) -> _Array:
-    """Return the arrays behind a barrier that keeps XLA from fusing their slices with a custom call.
+    """Return the arrays behind a barrier, so that XLA does not fuse slices of these arrays with a custom call.
 
-    On GPUs, XLA fuses a custom call with contiguous slices of its operands and results. In JAX 0.11.2 this fails if the
-    call's result is the updated array ("DUS target must be a fusion parameter"), and it prevents results from aliasing
-    their operands.
+    On GPUs, XLA fuses a custom call with contiguous slices of its operands and results. In JAX 0.11.2 the fusion has
+    two faults. It fails with "DUS target must be a fusion parameter" if the array that a slice is written into is the
+    call's result. It also prevents the call's results from aliasing its operands.
     """
     return jax.lax.optimization_barrier(arrays)  # type: ignore[no-any-return]
 
@@ -47,11 +50,11 @@ def apart(arrays: _Array) -> _Array:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("first",), meta_fields=("extents",))
 @dataclasses.dataclass(frozen=True)
 class QueryBox:
-    """A box of queries.
+    """A box of adjacent queries in the token layout of an array.
 
     Attributes:
-        first: int32 ``[rank]``. First query of the box, which may depend on the device.
-        extents: Number of queries, per token dimension.
+        first: int32 ``[rank]``. Coordinates of the box's first query. These may differ between devices.
+        extents: Number of queries in the box, per token dimension.
     """
 
     first: jax.Array
@@ -59,24 +62,24 @@ class QueryBox:
 
     @property
     def starts(self) -> list[jax.Array]:
-        """First query, per token dimension."""
+        """Coordinate of the first query, per token dimension."""
         return [self.first[i] for i in range(len(self.extents))]
 
     def cut(self, array: jax.Array) -> jax.Array:
-        """Cut the box out of an array ``[batch, *query_layout, ...]``."""
+        """Return the box's slice of an array ``[batch, *query_layout, ...]``."""
         shape = self._shape(array)
         return array if array.shape == shape else jax.lax.dynamic_slice(array, self._start(array), shape)
 
     def copied(self, array: jax.Array) -> jax.Array:
-        """Cut the box out of an array in 32-bit words; use this only for copies."""
+        """Return a copy of the box's slice, moved as 32-bit words; to compute with the slice, use :meth:`cut`."""
         return elements_of(self.cut(words_of(array)), array.dtype)
 
     def put(self, array: jax.Array, part: jax.Array) -> jax.Array:
         """Return the array with the queries of this box replaced.
 
-        It uses slices, which XLA updates in place. ``array.at[...]`` is a scatter, whose indices are an empty constant
-        if all are static; XLA of JAX 0.11 aborts the process on such a constant in a ``jax.shard_map`` over explicit
-        axes.
+        The method updates a slice, which XLA does in place. ``array.at[...]`` would be a scatter. If all of its indices
+        are static, the scatter has an empty constant as its index operand. In a ``jax.shard_map`` over explicit axes,
+        XLA of JAX 0.11 aborts the process on such a constant.
         """
         if array.shape == part.shape:
             return part
@@ -86,7 +89,7 @@ class QueryBox:
         return array.shape[0], *self.extents, *array.shape[1 + len(self.extents) :]
 
     def _start(self, array: jax.Array) -> list[jax.Array | np.int32]:
-        # In 64-bit mode a Python number would be an int64, and indices must have one type.
+        # All indices must have the same type. A Python number would become an int64 in JAX's 64-bit mode.
         zero = np.int32(0)
         return [zero, *self.starts, *[zero] * (array.ndim - 1 - len(self.extents))]
 
@@ -95,12 +98,12 @@ _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
 
 def is_real(layouts: jax.Array, shape: Sequence[int], *, for_queries: bool) -> jax.Array:
-    """Return a mask of the tokens inside the layouts of their batch entries, ``[batch, *shape]``.
+    """Return a mask ``[batch, *shape]``: True for tokens inside the layout of their batch entry, False for padding.
 
     Args:
         layouts: ``layouts`` of :class:`natten_jax.arrays.operands.Operands`.
-        shape: Token layout of an array.
-        for_queries: ``shape`` is the layout of queries. Otherwise it is the layout of keys and values.
+        shape: Token extents of the array to mask.
+        for_queries: True if the array's tokens are queries, False if they are keys and values.
     """
     rank, dimensions = len(shape), layouts.shape[-1]
     found = jnp.ones((layouts.shape[0], *(1,) * rank), bool)
@@ -116,8 +119,8 @@ def without_padding(layouts: jax.Array | None, arrays: _Arrays) -> _Arrays:
     """Set the padding of arrays to zero.
 
     Args:
-        layouts: ``layouts`` of :class:`natten_jax.arrays.operands.Operands`; ``None`` for arrays without padding.
-        arrays: A named tuple whose fields are annotated with roles.
+        layouts: ``layouts`` of :class:`natten_jax.arrays.operands.Operands`; ``None`` if the arrays have no padding.
+        arrays: A named tuple of arrays whose fields are annotated with a :class:`natten_jax.arrays.operands.Role`.
     """
     if layouts is None:
         return arrays

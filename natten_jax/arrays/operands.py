@@ -1,7 +1,8 @@
-"""Operands and results of passes by role, and abstract types of results.
+"""Named tuples of the operands and results of passes, the role of each array, and abstract types of results.
 
-The annotation of an array gives its role and its shape in jaxtyping's notation. ``*queries`` and ``*keys`` stand for
-all token dimensions of the problem. Equal names in a call mean equal extents.
+The annotation of an array gives its role and its shape, in jaxtyping's notation. In shapes, ``*queries`` and ``*keys``
+stand for all token dimensions of the problem. Dimensions with the same name have the same extent in all arrays of a
+call.
 """
 
 from __future__ import annotations
@@ -22,21 +23,24 @@ class Role(enum.Enum):
 
     - ``QUERY``: queries, outputs and their gradients.
     - ``KEY_VALUE``: keys, values and their gradients.
-    - ``ADDITIONAL``: tokens that every query sees.
-    - ``PER_QUERY``: a number for each query and head, such as the logsumexp.
-    - ``PER_KEY``, ``PER_KEY_OF_ALL_HEADS``: a number for each key, per query head or shared by all heads.
-    - ``PER_HEAD``: a number for each batch entry and head, such as a scale.
-    - ``PER_HEAD_OF_ALL_ENTRIES``: numbers per head that all batch entries share; the batch dimension is 1.
-    - ``PER_ENTRY``: numbers per batch entry.
-    - ``WHOLE``: arrays that no mesh splits, such as origins, whose values differ between devices.
+    - ``ADDITIONAL``: additional keys and values, which every query sees.
+    - ``PER_QUERY``: one number per query and head, such as the logsumexp.
+    - ``PER_KEY``: one number per key and query head.
+    - ``PER_KEY_OF_ALL_HEADS``: one number per key, which all heads share.
+    - ``PER_HEAD``: one number per batch entry and head, such as a scale.
+    - ``PER_HEAD_OF_ALL_ENTRIES``: a row of numbers per head, which all batch entries share: the batch dimension has
+      extent 1.
+    - ``PER_ENTRY``: several numbers per batch entry, such as the extents of its layout.
+    - ``WHOLE``: arrays that are not split over a mesh, such as the origins. Each device has its own values.
 
-    All except ``WHOLE`` begin with the batch, after the axes that ``jax.vmap`` maps.
+    Arrays of all roles except ``WHOLE`` have a batch dimension. Only axes that ``jax.vmap`` maps precede it.
 
     Attributes:
-        heads_axis: Dimension of the heads, counted from the end; 0 without heads.
-        tokens: Kind of the token dimensions after the batch: ``"queries"``, ``"keys"`` or ``None``.
-        has_layout: The array has token dimensions.
-        is_key_value: The heads are key/value heads.
+        heads_axis: Index of the head dimension, counted from the end (negative); 0 if the array has no head dimension.
+        tokens: ``"queries"`` or ``"keys"``: the kind of tokens that the dimensions after the batch index. ``None`` if
+            the array has no such dimensions.
+        has_layout: True if ``tokens`` is not ``None``.
+        is_key_value: True if the head dimension counts key/value heads, False if it counts query heads.
     """
 
     QUERY = ("query", -2, "queries", False)
@@ -58,12 +62,12 @@ class Role(enum.Enum):
 
     @property
     def is_of_heads(self) -> bool:
-        """True if it has numbers per query head, but not per token."""
+        """True for the roles of arrays that have numbers per query head but no token dimensions."""
         return self in (Role.PER_HEAD, Role.PER_HEAD_OF_ALL_ENTRIES)
 
 
 def roles_of(*arguments: Any) -> Sequence[Role]:
-    """Role of each array in operands, results, gradients and boxes, in the order of ``jax.tree.leaves``."""
+    """Return the role of each array in operands, results, gradients and boxes, in the order of ``jax.tree.leaves``."""
     return _roles_of(jax.tree.structure(arguments))
 
 
@@ -82,7 +86,7 @@ def _roles_of(structure: Any) -> Sequence[Role]:
 
 @functools.cache
 def roles_of_fields(kind: type) -> tuple[Role, ...]:
-    """Return the role of each field from its annotation; nested tuples are expanded."""
+    """Return the roles of all arrays in a named tuple type, from its annotations. Nested named tuples are expanded."""
     found: list[Role] = []
     for hint in get_type_hints(kind, include_extras=True).values():
         roles = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Role)]
@@ -91,27 +95,31 @@ def roles_of_fields(kind: type) -> tuple[Role, ...]:
 
 
 class Inputs(NamedTuple):
-    """The differentiable arrays of a call, heads last, in the caller's rank.
+    """The differentiable arrays of a call, with as many token dimensions as the caller's arrays.
 
     Attributes:
         query: Queries.
         key: Keys.
         value: Values.
-        additional_keys: Keys that every query sees, or ``None``.
-        additional_values: Their values, or ``None``.
-        scale: In the accumulator's element type. Factors of the logits, which replace the problem's scale; ``None``
-            uses the problem's scale.
-        relative_bias: In the accumulator's element type. Added to logits, for each offset of a key from a query within
-            a window, in the flattened shape :attr:`natten_jax.problem.Problem.bias_shape`; or ``None``. All batch
-            entries share a table; if axes that ``jax.vmap`` maps have been merged into the batch, each entry has its
-            table.
-        key_bias: In the accumulator's element type. Added to the logits of a key; or ``None``.
-        shared_key_bias: Replaces ``key_bias`` if all heads have the same bias; or ``None``.
-        sinks: In the accumulator's element type. A logit per head that is added only to the softmax denominator; or
-            ``None``. All batch entries share the sinks, or each entry has its sinks, as for ``relative_bias``.
-        key_scale: float32. Factors of each key, in addition to the factors of the logits; or ``None``.
-        value_scale: float32. Factors of each value, in addition to the factors of the output; or ``None``.
-        out_scale: float32. Factors of the output of 8-bit arrays, from the per-head factors of values; or ``None``.
+        additional_keys: Keys that every query sees, in addition to the keys in its window; or ``None``.
+        additional_values: Values of the additional keys, or ``None``.
+        scale: In the accumulator's element type. Factors of the logits, which replace the problem's scale; ``None`` if
+            the logits are multiplied by the problem's scale.
+        relative_bias: In the accumulator's element type. Tables of biases that are added to the logits, or ``None``.
+            The last dimension is :attr:`natten_jax.problem.Problem.bias_shape`, flattened: one bias per offset of a key
+            from a query. All batch entries share one table, unless axes that ``jax.vmap`` maps have been merged into
+            the batch. In that case there is a table per batch entry.
+        key_bias: In the accumulator's element type. Bias that is added to all logits of a key; or ``None``.
+        shared_key_bias: In the accumulator's element type. Bias of a key that all heads share; or ``None``.
+            ``key_bias`` and ``shared_key_bias`` are never given together.
+        sinks: In the accumulator's element type. One logit per head, whose exponential is added only to the softmax
+            denominator; or ``None``. All batch entries share the sinks, with the same exception as for
+            ``relative_bias``.
+        key_scale: float32. One factor per key vector, if the 8-bit keys have a factor per block; otherwise ``None``.
+            Logits are multiplied by this factor and by ``scale``.
+        value_scale: float32. One factor per value vector, if the 8-bit values have a factor per block; otherwise
+            ``None``.
+        out_scale: float32. Factors of the output, if the 8-bit values have a factor per head; otherwise ``None``.
     """
 
     query: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim"]
@@ -129,12 +137,12 @@ class Inputs(NamedTuple):
     out_scale: Annotated[jax.Array | None, Role.PER_HEAD, "batch heads"] = None
 
 
-#: Cotangents of the inputs, in their shapes and element types.
+#: Cotangents of the inputs. Each one has the shape and element type of its input.
 Gradients = Inputs
 
 
 def key_arrays(inputs: Inputs) -> dict[str, jax.Array]:
-    """Return by name the inputs, or gradients of inputs, that have a value per key."""
+    """Return the inputs that have a key dimension, or the gradients of these inputs, by name."""
     fields = zip(Inputs._fields, roles_of_fields(Inputs), inputs, strict=True)
     return {name: array for name, role, array in fields if role.tokens == "keys" and array is not None}
 
@@ -144,10 +152,11 @@ class Operands(NamedTuple):
 
     Attributes:
         inputs: Differentiable arrays.
-        origins: int32. First local query token and first local key/value token in the global layout, last dimension
-            last; ``None`` if both cover the whole layout.
-        layouts: int32. Replaces origins if batch entries differ: for each entry the first query, and the numbers of
-            queries and of keys and values in its layout, last dimension last. ``None`` if entries are equal.
+        origins: int32. Global coordinates of the first local query (first row) and of the first local key (second row).
+            ``None`` if the arrays contain the whole layout.
+        layouts: int32. Replaces ``origins`` if the layouts of batch entries differ; otherwise ``None``. The three rows
+            of an entry are the coordinates of its first query, the extents of its query layout, and the extents of its
+            key/value layout.
     """
 
     inputs: Inputs
@@ -156,15 +165,15 @@ class Operands(NamedTuple):
 
     @property
     def is_placed(self) -> bool:
-        """Return True if queries or keys are part of a layout. Some queries may then see no keys."""
+        """Return True if the arrays may contain only part of a layout. A query may then see none of the local keys."""
         return self.origins is not None or self.layouts is not None
 
     def placed(self, origins: jax.Array | None, **arrays: Any) -> Operands:
-        """Return the operands at other origins, with other arrays in place of some inputs."""
+        """Return the operands with other origins, and with the inputs named in ``arrays`` replaced."""
         return self._replace(inputs=self.inputs._replace(**arrays), origins=origins)
 
     def with_origins_alone(self) -> Operands:
-        """Convert the layouts of a single batch entry without padding to origins."""
+        """Replace the layouts of a single batch entry, which has no padding, by the equivalent origins."""
         if self.layouts is None:
             return self
         assert self.layouts.shape[0] == 1, "one entry of the batch at a time"
@@ -180,13 +189,17 @@ class Output(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Cotangents of output and logsumexp; ``None`` means zeros, because a call rarely differentiates its logsumexp."""
+    """Cotangents of output and logsumexp.
+
+    A logsumexp cotangent of ``None`` stands for zeros. Few calls differentiate the logsumexp, so most passes need no
+    array of zeros.
+    """
 
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
     logsumexp: Annotated[jax.Array | None, Role.PER_QUERY, "batch *queries heads"] = None
 
     def with_zeros(self) -> Output:
-        """Replace a missing cotangent by zeros."""
+        """Return the cotangents with an array of zeros in place of a missing logsumexp cotangent."""
         zeros = jnp.zeros(self.out.shape[:-1], jnp.promote_types(self.out.dtype, jnp.float32))
         return Output(self.out, zeros if self.logsumexp is None else self.logsumexp)
 
@@ -198,14 +211,15 @@ def delta(out: jax.Array, out_cotangent: jax.Array, logsumexp_cotangent: jax.Arr
 
 
 class Saved(NamedTuple):
-    """Values that the backward pass reads from the forward pass, including the rounding error of the logsumexp.
+    """Results of the forward pass that the backward pass reads, including the rounding error of the logsumexp.
 
     Attributes:
         out: As in :class:`Output`.
         logsumexp: As in :class:`Output`.
-        remainder: float32, in base 2 (csrc/include/natten_jax/logsumexp.h). Without it, the rounding of the logsumexp
-            of large logits could change weights by an arbitrary factor. ``None`` if another backend computed the
-            output: logits differ between backends by as much as the remainder corrects.
+        remainder: float32. Rounding error of the logsumexp, in base 2 (csrc/include/natten_jax/logsumexp.h). If logits
+            are large, this error would otherwise multiply the weights by an arbitrary factor. ``None`` if another
+            backend computed the forward pass: its logits differ from those of the backward pass by as much as the
+            remainder would correct.
     """
 
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
@@ -214,12 +228,13 @@ class Saved(NamedTuple):
 
 
 class Differentiable(NamedTuple):
-    """Results of plain JAX that can be differentiated.
+    """Differentiable results of a forward pass in plain JAX.
 
     Attributes:
-        out: As in :class:`Output`, but in the accumulator's element type, which makes derivatives more accurate.
+        out: As in :class:`Output`, but in the accumulator's element type, because derivatives are then more accurate.
         logsumexp: As in :class:`Output`.
-        residuals: In the accumulator's element type. Further residuals of the derivative; ``None`` if not needed.
+        residuals: In the accumulator's element type. Further values that the derivative reads; ``None`` if they were
+            not computed.
     """
 
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
@@ -231,15 +246,18 @@ _Tree = TypeVar("_Tree")
 
 
 def vary_alike(arrays: _Tree) -> _Tree:
-    """Inside ``jax.shard_map``, make all arrays vary over the mesh axes that any of them varies over.
+    """Make all arrays vary over the same mesh axes, as operations inside ``jax.shard_map`` require.
 
-    Outside of derivative rules, JAX transposes this function: gradients are summed over the added axes.
+    If one array varies over a mesh axis, all arrays do after this call.
+
+    JAX transposes this function, except inside custom derivative rules. The transpose sums the gradient of an array
+    over the axes that were added to it.
     """
     return varying_like(arrays, arrays)
 
 
 def varying_like(carry: _Tree, arrays: Any) -> _Tree:
-    """Make ``carry`` vary over the manual mesh axes of ``arrays``, as ``jax.shard_map`` requires of scans."""
+    """Make ``carry`` vary over the manual mesh axes of ``arrays``; inside ``jax.shard_map``, scans require this."""
     axes: frozenset[str] = frozenset()
     axes = axes.union(*[jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays)])
     if not axes:
@@ -254,14 +272,14 @@ def varying_like(carry: _Tree, arrays: Any) -> _Tree:
 
 
 def types_like(array: Any, *types: tuple[Sequence[int], Any]) -> list[Any]:
-    """Return abstract types of results on the same devices as ``array``, which may be an abstract type.
+    """Return the abstract types of results that lie on the same devices as ``array``.
 
-    The results vary over the same mesh axes inside ``jax.shard_map`` and lie on the same mesh. Like operands, they are
-    not sharded over explicit axes; their sharding has an entry per dimension.
+    The results have the mesh of ``array`` and, inside ``jax.shard_map``, vary over the same mesh axes. Their shardings
+    have an entry per dimension, which is ``None``: like the operands, the results are not sharded over explicit axes.
 
     Args:
-        array: The array.
-        *types: Shapes and element types.
+        array: The array, or its abstract type.
+        *types: Shape and element type of each result.
     """
     like = array if isinstance(array, jax.core.ShapedArray) else jax.typeof(array)
     whole = [like.sharding.update(spec=PartitionSpec(*[None] * len(shape))) for shape, _ in types]

@@ -1,8 +1,12 @@
-"""Logsumexps in base 2 with their remainders, in the kernels' format (csrc/include/natten_jax/logsumexp.h).
+"""Logsumexps in base 2 and their rounding errors, in the format of the kernels.
 
-The remainder is the difference between the logsumexp of a row and the rounded number that is returned. For logits above
-2^40 this difference is so large that a float32 sum with the logarithm of the sum of weights loses the logarithm. For
-such rows, the last 12 bits of the remainder store this logarithm.
+The native kernels define the format in csrc/include/natten_jax/logsumexp.h.
+
+The logsumexp that a pass returns is rounded. The *remainder* of a row is its exact logsumexp minus the rounded one,
+both in base 2. The remainder is the sum of two parts. The *distance* is the row's reference, such as its largest logit,
+minus the rounded logsumexp. The second part is the logarithm of the sum of the row's weights relative to the reference.
+For logits above 2^40 the distance is so large that the float32 sum of both parts would lose the digits of the
+logarithm. The last 12 bits of such a remainder store the logarithm instead.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ _UNIT = 2.0**-7
 
 
 def base2(logsumexp: jax.Array) -> jax.Array:
-    """Convert a logsumexp to base 2, rounded before anything is subtracted.
+    """Convert a logsumexp to base 2, and round it before any later subtraction.
 
-    The barrier keeps XLA from fusing the product into a difference. On CPUs XLA drops the barrier before LLVM runs;
-    there the maximum prevents the fusion. It also stops finite numbers from overflowing to ``-inf``.
+    The barrier keeps XLA from fusing the product and a later subtraction into a multiply-add, which would not round the
+    product. On CPUs, XLA drops the barrier before LLVM runs, and the maximum prevents the fusion instead. The maximum
+    also keeps finite numbers from overflowing to ``-inf``.
     """
     lowest = jnp.where(jnp.isneginf(logsumexp), -jnp.inf, float(jnp.finfo(logsumexp.dtype).min))
     product = jax.lax.optimization_barrier(logsumexp * np.asarray(LOG2_E, logsumexp.dtype))
@@ -32,11 +37,12 @@ def base2(logsumexp: jax.Array) -> jax.Array:
 
 
 def pack_remainder(distance: jax.Array, log2_sum: jax.Array) -> jax.Array:
-    """Pack the two parts of a remainder into one number.
+    """Pack the two parts of each remainder into one number.
 
     Args:
-        distance: float32 or float64. Reference of the row's weights minus the rounded logsumexp, both in base 2.
-        log2_sum: Base-2 logarithm of the sum of these weights.
+        distance: float32 or float64. The row's reference minus the rounded logsumexp, both in base 2. Weights are
+            relative to the reference.
+        log2_sum: Base-2 logarithm of the sum of the row's weights.
     """
     total = distance + log2_sum
     if distance.dtype != jnp.float32:
@@ -51,7 +57,10 @@ def pack_remainder(distance: jax.Array, log2_sum: jax.Array) -> jax.Array:
 
 
 def unpack_remainder(remainder: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the two parts of a remainder; the second is 0 if the first includes it."""
+    """Return the distance and the logarithm that a remainder consists of.
+
+    If the remainder is not packed, their sum is returned as the distance, and the logarithm is 0.
+    """
     if remainder.dtype != jnp.float32:
         return remainder, jnp.zeros_like(remainder)
     bits = jax.lax.bitcast_convert_type(remainder, jnp.uint32)
@@ -62,10 +71,12 @@ def unpack_remainder(remainder: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def base2_parts(logsumexp: jax.Array, remainder: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return a reference and the logarithm of a sum, in base 2: weights are ``exp2((logit - reference) - logarithm)``.
+    """Return each row's reference and the logarithm of its sum of weights, both in base 2.
 
-    If the remainder is not packed, the reference is the rounded logsumexp and the logarithm is the remainder (0 for
-    ``None``).
+    With logits in base 2, the softmax weights are ``exp2((logit - reference) - logarithm)``.
+
+    If the remainder is not packed, the rounded logsumexp is returned as the reference and the remainder as the
+    logarithm. A remainder of ``None`` counts as 0.
     """
     rounded = base2(logsumexp)
     if remainder is None:

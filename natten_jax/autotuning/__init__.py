@@ -1,9 +1,10 @@
-"""Measured configurations: which tiles and kernel schedules were fastest on a device.
+"""Measured configurations: the backend, tiles and kernel schedule that were fastest on a kind of device.
 
-- ``tables``: tables of measured passes, including the package's tables in ``measured``, and the lookup of a call.
-- ``configurations``: measured configurations as operator arguments, or active in a block of code.
-- ``tune``: :func:`natten_jax.tune`, which measures.
+- ``tables``: tables of measured passes, and the lookup of a call's passes in them. The folder ``measured`` contains the
+  tables that come with the package.
+- ``configurations``: converts a table to arguments of an operator, or activates it in a ``with`` block.
+- ``tune``: :func:`natten_jax.tune`, which measures the configurations of a program.
 
-The modules form three levels. Backends look configurations up in ``tables``, which imports only modules below backends;
-``configurations`` imports the operators, and ``tune`` imports the profiler.
+The three modules are on different import levels. Backends import ``tables``, which itself imports only modules of lower
+levels. ``configurations`` imports the operators, and ``tune`` imports the profiler.
 """

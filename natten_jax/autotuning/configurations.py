@@ -1,4 +1,4 @@
-"""Configurations found by measurement, as operator arguments or active in a block of code."""
+"""Measured configurations, for use as operator arguments or in a ``with`` block."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ _KEY, _TABLE_KEY = "best_configuration", "tuned"
 class Tuned(Mapping[str, Any]):
     """Configurations found by measurement.
 
-    In a ``with`` block, each operator call that is traced there uses the measured configuration of its problem instead
-    of the package's tables; functions that ``jax.jit`` compiled before are compiled again. If the configurations cover
-    a single operator, the object is also a mapping of that operator's performance arguments.
+    The object is a context manager. Operator calls that are traced in its ``with`` block use these configurations
+    instead of the package's tables. If ``jax.jit`` compiled a function before the block, it compiles the function again
+    inside the block. If all configurations are for the same problem, the object is also a mapping from the names to the
+    values of the operator's performance arguments.
 
     Attributes:
-        table: Measurements by problem and pass; ``None`` if the file that was loaded does not name a problem.
-        skipped: Calls of the program that could not be measured, with the reasons.
+        table: The measured passes of each problem; ``None`` if the object was loaded from a file that does not name a
+            problem.
+        skipped: Problems that could not be measured, each followed by the reason.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Tuned(Mapping[str, Any]):
 
     @property
     def passes(self) -> tuple[TunedPass, ...]:
-        """Measured passes of each problem, with times of the chosen and of the default configuration."""
+        """Measured passes of all problems, with the times of the selected and the default configuration."""
         return () if self.table is None else self.table.passes
 
     def __enter__(self) -> Tuned:
@@ -84,7 +86,7 @@ class Tuned(Mapping[str, Any]):
         """Write a file that :func:`natten_jax.load_tuned` reads.
 
         Raises:
-            ValueError: The configurations were loaded from a file that does not name a problem, so there is no table.
+            ValueError: There is no table, because the object was loaded from a file that does not name a problem.
             OSError: The file cannot be written.
         """
         if self.table is None:
@@ -111,7 +113,7 @@ def _described(tuned: TunedPass) -> str:
 
 
 def _arguments_of(plans: list[Plan]) -> dict[str, Any]:
-    """Return the performance arguments with which an operator runs the passes of a problem according to plans."""
+    """Return the performance arguments with which an operator call gets the given plans of a problem's passes."""
     arguments: dict[str, Any] = {}
     for plan in plans:
         arguments |= zip(tile_names(plan.pass_), plan.tiles, strict=True)
@@ -131,7 +133,7 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
     """Load configurations from a file that :func:`natten_jax.tune` or the profiler wrote.
 
     Example:
-        As keyword arguments, which the modules in ``natten_jax.flax_modules`` also take.
+        Pass the result as keyword arguments to an operator, or to a module in ``natten_jax.flax_modules``.
 
         >>> import json, pathlib, tempfile
         >>> import natten_jax
@@ -142,15 +144,16 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
         {'q_tile_shape': (2, 8, 8), 'kv_tile_shape': (2, 8, 8)}
 
     Args:
-        path: File that :func:`natten_jax.tune` wrote, or the profiler with ``--optimize --json``.
+        path: A file that :func:`natten_jax.tune` wrote, or that the profiler wrote with ``--optimize --json``.
 
     Returns:
-        For the profiler's file, a mapping of the performance arguments of its operator (``na1d``, ``na2d`` or
-        ``na3d``). For a file of :func:`natten_jax.tune`, a context manager that applies the configurations to the
-        operators; it is also a mapping of performance arguments if the program called a single operator.
+        For a file of the profiler, a mapping of performance arguments for the profiled operator (``na1d``, ``na2d`` or
+        ``na3d``). For a file of :func:`natten_jax.tune`, a context manager: operators in its ``with`` block use the
+        configurations. If the tuned program has a single problem, this object is also a mapping of performance
+        arguments.
 
     Raises:
-        ValueError: The file was not written by either of these, or a field is malformed.
+        ValueError: Neither :func:`natten_jax.tune` nor the profiler wrote the file, or a field is malformed.
         TypeError: ``path`` is not a path.
         OSError: The file cannot be read.
     """
@@ -174,7 +177,7 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
 
 
 def _content(path: str | os.PathLike[str]) -> Any:
-    """Read the JSON values of a file."""
+    """Read a JSON file."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a path, got {shown(path)}")
     where = os.fspath(path)
@@ -188,7 +191,7 @@ def _content(path: str | os.PathLike[str]) -> Any:
 
 
 def _best_configuration(found: Any, where: str) -> dict[str, Any]:
-    """Read the configuration object."""
+    """Return the value of the ``best_configuration`` field of a profiler's file."""
     best = found.get(_KEY) if isinstance(found, dict) else None
     if not isinstance(best, dict):
         has = f"its {_KEY} is {shown(best)}" if isinstance(found, dict) and _KEY in found else f"it has no {_KEY}"
@@ -200,7 +203,7 @@ def _best_configuration(found: Any, where: str) -> dict[str, Any]:
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """Check everything that does not depend on the problem; messages start with the argument's name."""
+    """Check all rules that do not depend on the problem. Error messages start with the name of the wrong argument."""
     for name in _TILES:
         if name in arguments and not (isinstance(arguments[name], list) and 1 <= len(arguments[name]) <= 3):
             raise TypeError(f"{name} must be a list of 1 to 3 ints, got {shown(arguments[name])}")

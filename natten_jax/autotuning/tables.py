@@ -1,4 +1,4 @@
-"""Tables of measured configurations: the active table, the package's tables, and the lookup of a call."""
+"""Tables of measured configurations: the active table, the package's tables, and the lookup of a call's pass."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
 
-#: Environment variable. If it is 0, the tables of the package are ignored.
+#: Environment variable; ``"0"`` makes operators ignore the package's tables.
 VARIABLE = "NATTEN_JAX_TUNED"
 
-#: Key of a measured pass: calls with equal keys run equally fast with the same configuration.
+#: Key of a measured pass in a table. Calls with equal keys take the same time with the same configuration.
 _Key = tuple[Problem, Performance, str | None, Pass]
 
 
 @dataclasses.dataclass(frozen=True)
 class TunedPass:
-    """The fastest measured configuration of a pass.
+    """The configuration of a pass that measurements selected, with its times.
 
     Attributes:
-        plan: The configuration.
-        seconds: Device time of the forward pass, or of both passes together for the plan of a backward pass.
-        default_seconds: Time of the default configuration, measured in alternation with this one.
-        is_default: The default was kept, because no other configuration was clearly faster.
-        label: Name of the problem for reports.
+        plan: The selected configuration.
+        seconds: Device time with the selected configuration: of the forward pass if ``plan`` is a forward pass, and of
+            the forward and backward passes together if ``plan`` is a backward pass.
+        default_seconds: Device time of the same passes with the default configuration. Both configurations were
+            measured in alternation.
+        is_default: True if the default was selected, because no other configuration was clearly faster.
+        label: Name of the problem in reports.
     """
 
     plan: Plan
@@ -45,13 +47,13 @@ class TunedPass:
     label: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; :meth:`from_json` reads them."""
+        """Return the pass as an object of JSON values, which :meth:`from_json` reads."""
         facts = {name: getattr(self, name) for name in ("label", "seconds", "default_seconds", "is_default")}
         return {**facts, "plan": json.loads(self.plan.payload())}
 
     @classmethod
     def from_json(cls, content: Any) -> TunedPass:
-        """Read a measured pass from JSON values.
+        """Create a measured pass from an object of JSON values.
 
         Raises:
             ValueError: The values are malformed; the message names the field.
@@ -69,10 +71,10 @@ class TunedPass:
 
 @dataclasses.dataclass(frozen=True)
 class TunedTable:
-    """Measured passes of a kind of device; tables with the same content are equal.
+    """Passes that were measured on one kind of device; tables with the same content are equal.
 
     Attributes:
-        device: Kind of the device, as :attr:`natten_jax.plan.devices.Device.kind`.
+        device: Kind of the device: :attr:`natten_jax.plan.devices.Device.kind`.
         passes: The measured passes.
     """
 
@@ -80,15 +82,16 @@ class TunedTable:
     passes: tuple[TunedPass, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; :meth:`from_text` reads their text."""
+        """Return the table as an object of JSON values, whose JSON text :meth:`from_text` reads."""
         return {"device": self.device, "tuned": [each.to_json() for each in self.passes]}
 
     @classmethod
     def from_text(cls, text: str) -> TunedTable:
-        """Read a table from the text of a JSON file.
+        """Create a table from the text of a JSON file.
 
         Raises:
-            ValueError: The text lacks a table, or the table is malformed; the message names the field.
+            ValueError: The text does not contain a table, or a field of the table is malformed. The message names the
+                field.
         """
         content = json.loads(text)
         if not isinstance(content, dict) or not isinstance(content.get("device"), str):
@@ -123,7 +126,7 @@ class TunedTable:
         return {_key(plan.problem, plan.performance, plan.precision, plan.pass_): each for each, plan in plans}
 
     def find(self, problem: Problem, performance: Performance, precision: str | None, pass_: Pass) -> TunedPass | None:
-        """Return the measured pass of a problem; ``None`` if it was not measured."""
+        """Return the measured pass of a problem; ``None`` if the table does not have it."""
         return self._by_key.get(_key(problem, performance, precision, pass_))
 
 
@@ -132,26 +135,27 @@ def _key(problem: Problem, performance: Performance, precision: str | None, pass
 
 
 def tuned_problem(problem: Problem) -> Problem:
-    """Return the problem without the scale, which does not affect speed."""
+    """Return the problem with a scale of 1, because the scale does not affect speed."""
     return dataclasses.replace(problem, scale=1.0)
 
 
 def without_configuration(performance: Performance) -> Performance:
-    """Remove tiles and schedule, which a table contains, from performance arguments."""
+    """Return performance arguments without tiles and schedule, which the tables choose."""
     for pass_ in PASSES:
         performance = performance.with_tiles(pass_, None)
     return dataclasses.replace(performance, kernel_schedule=None)
 
 
-#: The table that is active during tracing; it replaces the package's tables. It is part of the keys of JAX's
-#: caches, so that functions compiled before are compiled again inside a ``with`` block that activates a table.
+#: The table that operators use during tracing instead of the package's tables; ``None`` outside of ``with`` blocks. The
+#: table is part of the keys of JAX's caches. A function that was compiled outside of a ``with`` block is therefore
+#: compiled again inside it.
 in_force = jax.make_user_context(None)
 
 
 def table_for(*, is_box: bool = False) -> TunedTable | None:
-    """Return the active table for a call; ``None`` selects the tables of the package.
+    """Return the table for a call that is being traced; ``None`` stands for the package's table.
 
-    Calls whose queries are a box of the layout were never measured: for these the active table is empty.
+    Calls whose queries are a box inside the key layout (``is_box``) are not measured, so they get an empty table.
     """
     table: TunedTable | None = TunedTable("") if is_box else in_force.value
     return table
@@ -159,27 +163,27 @@ def table_for(*, is_box: bool = False) -> TunedTable | None:
 
 @functools.cache
 def shipped_tables() -> dict[str, TunedTable]:
-    """Return the package's tables by kind of device. They contain only passes that beat the default configuration."""
+    """Return the package's tables by kind of device. A table contains only configurations that beat the default."""
     files = resources.files("natten_jax.autotuning").joinpath("measured").iterdir()
     found = [TunedTable.from_text(file.read_text(encoding="utf-8")) for file in files if file.name.endswith(".json")]
     return {table.device: table for table in found}
 
 
 def is_switched_off() -> bool:
-    """Return True if the package's tables are ignored."""
+    """Return True if the environment disables the package's tables."""
     return os.environ.get(VARIABLE) == "0"
 
 
 def shipped(device: Device) -> TunedTable | None:
-    """Return the package's table for a kind of device, or ``None`` without a table."""
+    """Return the package's table for a device; ``None`` without a table, or if the tables are disabled."""
     return None if device.product is None or is_switched_off() else shipped_tables().get(device.product)
 
 
 def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
-    """Return the measured pass of a request on a device; ``None`` if it was not measured.
+    """Return the measured pass of a request on a device; ``None`` if no table entry applies.
 
-    Also returns ``None`` for calls that specify tiles or a schedule of the pass, or another backend, and for layouts
-    that are split over devices.
+    A call does not get an entry if it specifies tiles of the pass, a kernel schedule, or a backend other than the
+    entry's. It gets none either if its layout is split over devices.
     """
     table = shipped(device) if request.tuned is None else request.tuned
     is_part = math.prod(request.parts) > 1
@@ -190,12 +194,12 @@ def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
 
 
 def names_configuration(request: Request, pass_: Pass) -> bool:
-    """Return True if a call specifies tiles or a schedule for a pass."""
+    """Return True if a call specifies tiles of a pass, or a kernel schedule."""
     return request.performance.tiles(pass_) is not None or request.performance.kernel_schedule is not None
 
 
 def with_configuration(request: Request, plan: Plan) -> Request:
-    """Return the request with a plan's backend, tiles and schedule."""
+    """Return the request with a plan's backend and schedule, and with its tiles unless the request specifies tiles."""
     performance = request.performance
     for each in PASSES:
         if performance.tiles(each) is None:

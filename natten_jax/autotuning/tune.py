@@ -12,13 +12,13 @@ from natten_jax.autotuning.configurations import Tuned
 def tune(
     function: Callable[..., Any], *arguments: Any, save: str | os.PathLike[str] | None = None, **keywords: Any
 ) -> Tuned:
-    """Measure the configurations of every operator that a function calls, and keep those that are clearly faster.
+    """Measure configurations for each operator call in a function, and select the fastest for each call.
 
-    The function is traced but not run. Each problem that it passes to an operator is measured separately, on random
-    arrays of its shapes, on the default device: first the best-ranked configurations, then the fastest of them in
-    alternation with the default choice. A configuration that is not at least 2% faster is discarded, so that tuning
-    does not make a program slower. This takes some seconds for each problem and pass on a GPU; progress is printed on
-    standard error.
+    The function is traced but not run. Each distinct *problem* (the shapes, element types and arguments of a call) is
+    measured once. The measurement uses random arrays on the default device. First, the best-ranked configurations are
+    measured briefly. Then the fastest of these is measured in alternation with the default configuration. The default
+    is kept unless the other configuration is at least 2% faster, so that tuning does not make a program slower. On a
+    GPU, tuning takes some seconds per problem and pass. Progress is printed on standard error.
 
     Example:
         >>> import jax, jax.numpy as jnp, natten_jax
@@ -30,24 +30,26 @@ def tune(
         ...     output = jax.jit(attend)(tokens)
 
     Args:
-        function: A function that ``jax.jit`` accepts or returned: a forward pass, or a whole training step.
-        *arguments: Its arguments: arrays, or their shapes and types (``jax.ShapeDtypeStruct``).
-        save: File for the results, which :func:`natten_jax.load_tuned` reads.
-        **keywords: Its keyword arguments.
+        function: A function that ``jax.jit`` accepts. It may be compiled by ``jax.jit`` already. It can be a forward
+            pass or a whole training step.
+        *arguments: Arguments of ``function``. For an array, its shape and type (``jax.ShapeDtypeStruct``) are
+            sufficient.
+        save: Path of a file to write the results to. :func:`natten_jax.load_tuned` reads the file.
+        **keywords: Keyword arguments of ``function``.
 
     Returns:
-        The measured configurations. In a ``with`` block the operators use them; problems without measurements use their
-        defaults. If the function calls a single operator, the result is also a mapping of that operator's performance
-        arguments.
+        The selected configurations, as a context manager. Operators in its ``with`` block use them. There, problems
+        that were not measured use their default configurations. If the function has a single problem, the result is
+        also a mapping of performance arguments.
 
     Raises:
         ValueError: The function does not call an operator of this package.
         TypeError: ``function`` cannot be called, or ``jax.jit`` cannot trace it.
-        OSError: The file cannot be written.
+        OSError: The file ``save`` cannot be written.
     """
     if not callable(function):
         raise TypeError(f"function must be callable, got {type(function).__name__}")
-    # Import the profiler only where it is needed, because importing it is slow.
+    # Import the profiler only here, because importing it is slow.
     from natten_jax.profiler.cli import print_message
     from natten_jax.profiler.search import THOROUGH, plans_of, tune_plans
 

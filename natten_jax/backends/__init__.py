@@ -1,9 +1,10 @@
 """The registry of backends, and one folder or file per backend family.
 
 - ``base``: base classes of backends, with their capabilities; ``ffi``: base class of backends with native kernels.
-- ``hopper``, ``cutlass``, ``cpu``, ``flex``: one family each; ``pallas``: the families ``tpu`` and ``blackwell``.
-- ``select``: selects the backend and the tiles of a pass, and reports performance arguments that a backend ignores. No
-  other module selects them.
+- ``hopper``, ``cutlass``, ``cpu``, ``flex``: one backend family each; ``pallas``: the families ``tpu`` and
+  ``blackwell``.
+- ``select``: the only module that selects the backend and the tiles of a pass. It also reports the performance
+  arguments that the selected backend ignores.
 
 Code outside this package looks up backends by their capabilities, not by family name. This package imports
 :mod:`natten_jax.native`, :mod:`natten_jax.cost_model` and lower levels.
@@ -38,10 +39,11 @@ def registered() -> tuple[Backend, ...]:
 
 
 def register(backend: Backend) -> None:
-    """Register a backend for the operators, configuration queries, profiler and doctor.
+    """Register a backend. The operators, configuration queries, profiler and doctor then include it.
 
-    The backend becomes the second-to-last in order of preference, before the pure JAX backend, which supports every
-    problem. A call that does not name a backend uses it only if no earlier backend can run the problem.
+    The backend becomes the second-to-last in order of preference. The last one is the pure JAX backend, which supports
+    every problem. A call without the ``backend`` argument uses the new backend in two cases: if no earlier backend can
+    run the problem, or if the new backend is predicted to be clearly faster than the first backend that can run it.
 
     Raises:
         ValueError: A backend of the same family is already registered.
@@ -52,13 +54,13 @@ def register(backend: Backend) -> None:
 
 
 def ids(operator: Operator | None = None) -> tuple[BackendId, ...]:
-    """Return the identifiers of all backends of an operator, or of both operators."""
+    """Return the identifiers of all backends of an operator; ``None`` stands for both operators."""
     operators = OPERATORS if operator is None else (operator,)
     return tuple(BackendId(backend.family, each) for each in operators for backend in _registered)
 
 
 def names(operator: Operator | None = None) -> tuple[str, ...]:
-    """Return the names of all backends as in the ``backend`` argument: ``cpu-fna``, ``flex-fmha``, ..."""
+    """Return the names of all backends, such as ``cpu-fna``, that the ``backend`` argument accepts."""
     return tuple(map(str, ids(operator)))
 
 
@@ -82,7 +84,7 @@ def by_id(id_: BackendId) -> Backend:
 
 
 def counterpart(name: str | None) -> str | None:
-    """Return the name of the FMHA backend in the same family as an FNA backend; ``None`` stays ``None``."""
+    """Return the name of the FMHA backend in the same family as an FNA backend; return ``None`` for ``None``."""
     return None if name is None else str(BackendId(find(name, "fna").family, "fmha"))
 
 
@@ -92,7 +94,7 @@ def export_targets() -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain.from_iterable(by_pass)))
 
 
-#: Descriptions of other libraries' attention implementations, for error messages about their names.
+#: Names of attention implementations in other libraries, with descriptions for the error message if one is requested.
 _JAX_IMPLEMENTATION = "an implementation of attention in JAX, which the profiler can measure for comparison"
 _PYTORCH_IMPLEMENTATION = "an implementation of attention in PyTorch"
 _OTHERS = {
@@ -102,7 +104,7 @@ _OTHERS = {
     ),
 }
 
-_LONGEST = 64  # maximum number of characters of a name that are compared
+_LONGEST = 64  # number of leading characters of a name that are compared
 
 _WHAT = {"fna": "neighborhood attention", "fmha": "attention"}
 
@@ -123,7 +125,7 @@ def _unknown(name: Any, operator: Operator) -> str:
 
 
 def _parts(name: str) -> tuple[str, Operator | None]:
-    """Split a name into family and operator, ignoring case and the type of separator."""
+    """Split a backend name into family and operator. Case is ignored; the separator may be ``-``, ``_`` or spaces."""
     written = re.sub(r"[\s_]+", "-", name[:_LONGEST].strip().lower())
     for operator in OPERATORS:
         if written.endswith(f"-{operator}"):

@@ -1,4 +1,4 @@
-"""Base classes of backends: capabilities, from which a backend is selected, and methods that run a plan."""
+"""Base classes of backends: the capabilities by which a backend is selected, and the methods that run a plan."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Platform:
     Attributes:
         name: JAX platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
         compute_capability: Minimum compute capability of GPUs; ``None`` for other devices.
-        is_exact: True if higher compute capabilities are not supported, except those in ``others``.
-        others: Further supported compute capabilities.
+        is_exact: True if the only supported compute capabilities are ``compute_capability`` and ``others``. False if
+            all higher ones are supported as well.
+        others: Supported compute capabilities in addition to ``compute_capability``.
     """
 
     name: str
@@ -61,46 +62,48 @@ class Capabilities:
     """Capabilities of a backend.
 
     Attributes:
-        dtypes: Element types of its kernels.
-        largest_tiles: Function that returns the maximum numbers of tokens per query tile and per key/value tile.
-        platform: The devices that it supports; ``None`` for any device.
-        query_family: The family in the names of its configuration queries, ``get_configs_for_<query_family>_fna``, if
-            it differs from :attr:`Backend.family`.
-        is_by_name_only: True if the backend runs only in calls that name it, unless the environment selects it by
-            default (:mod:`natten_jax.backends.select`).
-        is_by_name_only_for_float8: ``is_by_name_only`` for 8-bit arrays.
-        float8_dtypes: 8-bit element types that its forward kernels support in addition to ``dtypes``.
-        converts_float8_to: The element type in ``dtypes`` to which other 8-bit arrays are converted, without rounding;
-            ``None`` if the backend rejects them.
-        head_dim_step: Head dimensions of its kernels are multiples of this.
-        float8_head_dim_step: ``head_dim_step`` for 8-bit arrays, if it differs.
-        largest_head_dim: The largest head dimension; ``None`` for any.
-        head_widths: Supported head dimensions, equal for queries and values; empty for all multiples of
-            ``head_dim_step``.
-        targets: Custom calls to this package's native library, by pass.
-        schedules: Kernel schedules by pass, the default first.
-        used_arguments: Performance arguments that the backend uses, or whose guarantee it always satisfies. Excludes
-            tiles and ``kernel_schedule``.
-        carries_plan: True if one operation carries the plan of the pass (:func:`natten_jax.plan.plan.carrying_plan`),
-            as a custom call does. Otherwise all operations carry it.
+        dtypes: Supported element types of query, key and value, without 8-bit types.
+        largest_tiles: Function that returns the maximum number of tokens in a query tile, and in a key/value tile.
+        platform: Supported devices; ``None`` if all devices are supported.
+        query_family: Family in the names of the configuration queries, such as ``get_configs_for_<query_family>_fna``;
+            empty if it is :attr:`Backend.family`.
+        is_by_name_only: True if the backend runs only in calls that name it. An environment variable can lift this
+            restriction (:mod:`natten_jax.backends.select`).
+        is_by_name_only_for_float8: As ``is_by_name_only``, but only for 8-bit arrays.
+        float8_dtypes: 8-bit element types that the forward kernels support.
+        converts_float8_to: Element type to which 8-bit arrays are converted before the kernels, without rounding.
+            ``None`` if the backend rejects 8-bit arrays whose type is not in ``float8_dtypes``.
+        head_dim_step: The kernels support head dimensions that are multiples of this number.
+        float8_head_dim_step: ``head_dim_step`` for 8-bit arrays; ``None`` if it is the same.
+        largest_head_dim: Largest supported head dimension; ``None`` if there is no limit.
+        head_widths: All supported head dimensions, for kernels whose query and value heads must have the same
+            dimension. Empty if the kernels support all multiples of ``head_dim_step``.
+        targets: Names of the custom calls that each pass makes to this package's native library.
+        schedules: Kernel schedules of each pass; the first one is the default.
+        used_arguments: Names of the performance arguments that the backend uses, except tiles and ``kernel_schedule``.
+            They include arguments for a guarantee that always holds, such as deterministic gradients.
+        carries_plan: True if the backend attaches the plan of a pass to one operation, such as a custom call
+            (:func:`natten_jax.plan.plan.carrying_plan`). If False, all operations of the pass carry the plan.
         edges: Supported values of the window option ``edges``.
-        wraps_by_strips: True if some of its kernels do not support windows that wrap (:attr:`Form.wraps`). Separate
-            calls then process the wrapped keys.
-        takes: Supported features. A backend without ``"relative_bias"``, ``"key_bias"`` or ``"own_extents"`` (layouts
-            with padding) rejects problems with that feature. For the other features, the caller converts the arrays if
-            the backend lacks support: ``"own_layouts"``, a layout per batch entry (:meth:`Backend.takes_layouts_of`);
-            ``"additional_kv"``, additional tokens in the same kernels; ``"shared_key_bias"``, key biases that all heads
-            share, without a copy per head; ``"sinks"``, sinks in the softmax, with gradients. Kernels with ``"sinks"``
-            also apply :func:`natten_jax.arrays.biases.with_hidden_keys` to float32 biases and sinks.
-        excludes: Pairs of attributes of :class:`Problem` that kernels cannot combine, and the reasons.
-        needs_columns: Function that returns True if no kernel adds the key biases of a problem. The biases are then
-            stored as additional columns of wider heads.
-        is_plain_jax: True if the backend consists of XLA operations: XLA partitions them over devices, JAX
-            differentiates them in both modes and to any order, and a plan has tiles for both passes.
-        is_slow_fallback: True if the backend is slow: it runs by default only if no other backend can run, with a
-            warning if this build lacks kernels.
-        residual_width: Width of ``Differentiable.residuals``. If it is positive, the backend has an analytic derivative
-            (``tangents`` and ``gradients``, as in :class:`natten_jax.backends.flex.backend.FlexBackend`).
+        wraps_by_strips: True if some of the kernels do not support windows that wrap (:attr:`Form.wraps`). For these
+            kernels, separate calls process the wrapped keys.
+        takes: Names of supported features. The backend rejects problems with ``"relative_bias"``, ``"key_bias"`` or
+            ``"own_extents"`` (layouts with padding) if it does not support this feature. If one of the following
+            features is not supported, the caller computes it by other means: ``"own_layouts"`` (batch entries with
+            different layouts in one call, see :meth:`Backend.takes_layouts_of`); ``"additional_kv"`` (additional tokens
+            in the same kernels); ``"shared_key_bias"`` (key biases that all heads share, without a copy per head);
+            ``"sinks"`` (sinks in the softmax, and their gradients). Kernels with ``"sinks"`` also apply
+            :func:`natten_jax.arrays.biases.with_hidden_keys` to float32 biases and sinks.
+        excludes: Pairs of attributes of :class:`Problem` that no kernel supports together, each with the reason.
+        needs_columns: Function that returns True if no kernel can add the key biases of a problem. The biases are then
+            encoded in additional columns of queries and keys.
+        is_plain_jax: True if the backend consists of XLA operations. XLA then partitions them over devices, and JAX
+            differentiates them in forward and reverse mode and to any order. A plan has the tiles of both passes.
+        is_slow_fallback: True if the backend is slow. By default, it runs only if no other backend can run the problem.
+            The call warns if the reason is that this build lacks kernels.
+        residual_width: Last dimension of ``Differentiable.residuals``. A positive number means that the backend has an
+            analytic derivative: the methods ``tangents`` and ``gradients``, as in
+            :class:`natten_jax.backends.flex.backend.FlexBackend`.
     """
 
     dtypes: Sequence[str]
@@ -130,15 +133,15 @@ class Capabilities:
 
 
 class Form(NamedTuple):
-    """Features of the kernels of a plan.
+    """Features of the kernels that a plan uses.
 
     Attributes:
-        wraps: True if kernels support windows that wrap, provided that arrays include all tokens of the wrapped
+        wraps: True if the kernels support windows that wrap. The arrays must then include all tokens of the wrapped
             dimensions.
-        continues: True if a forward pass can continue earlier passes (:class:`Earlier`). Otherwise the results of
-            separate passes are merged.
-        unused: Performance arguments that the backend uses, but that do not affect this plan, and the reasons: clauses
-            that follow the backend's name.
+        continues: True if the forward kernels can merge their results into the results of earlier passes
+            (:class:`Earlier`). If False, JAX operations merge them.
+        unused: Performance arguments that the backend uses in other plans, but that do not affect this plan. Each one
+            maps to the reason: a clause that follows the backend's name.
     """
 
     wraps: bool
@@ -147,11 +150,11 @@ class Form(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """Earlier forward passes, which a pass over further keys continues.
+    """Earlier forward passes over other keys. The next pass merges its results into their results.
 
     Attributes:
-        saved: Saved results of the earlier passes, for all queries.
-        seeing: Box of the queries that see keys of the further pass.
+        saved: Merged results of the earlier passes, for all queries.
+        seeing: Box of the queries that see any key of the next pass.
     """
 
     saved: Saved
@@ -159,7 +162,7 @@ class Earlier(NamedTuple):
 
 
 def heads_rejection(has: Capabilities, problem: Problem) -> str | None:
-    """Return why kernels do not support the heads of a problem; ``None`` if they do."""
+    """Return the reason why kernels do not support the head dimensions of a problem; ``None`` if they do."""
     most = has.largest_head_dim
     if most is None:
         return None
@@ -173,7 +176,7 @@ def heads_rejection(has: Capabilities, problem: Problem) -> str | None:
 
 
 def with_wide_heads(has: Capabilities, problem: Problem) -> Problem:
-    """Return the problem with its head dimensions rounded up to those that kernels support."""
+    """Return the problem with its head dimensions rounded up to head dimensions that the kernels support."""
     widest = max(problem.head_dim, problem.head_dim_v)
     if widths := [width for width in has.head_widths if width >= widest]:
         head_dim = head_dim_v = widths[0]
@@ -186,17 +189,18 @@ def with_wide_heads(has: Capabilities, problem: Problem) -> Problem:
 
 
 class Backend(abc.ABC):
-    """A family of kernels, named ``<family>-fna`` and ``<family>-fmha``.
+    """A family of kernels; users name its two operators ``<family>-fna`` and ``<family>-fmha``.
 
-    A subclass defines ``capabilities`` and implements the abstract methods. :func:`natten_jax.backends.register` adds
-    it to the operators, configuration queries, profiler and doctor.
+    A subclass defines ``family`` and ``capabilities``, and implements the abstract methods.
+    :func:`natten_jax.backends.register` makes an instance available to the operators, configuration queries, profiler
+    and doctor.
     """
 
     family: ClassVar[str]
     capabilities: ClassVar[Capabilities]
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Return why this backend cannot run a pass of a problem on a device; ``None`` if it can."""
+        """Return the reason why this backend cannot run a pass of a problem on a device; ``None`` if it can."""
         has = self.capabilities
         if has.platform is not None and not has.platform.has(device):
             return f"it runs on {has.platform}, not on {device}"
@@ -222,15 +226,16 @@ class Backend(abc.ABC):
             if axis.edges == "wrap" and tokens % stride:
                 return f"its windows wrap where stride divides the tokens of a dilation group, not {stride} {tokens}"
         if has.targets and native.load_error is not None:
-            return native.load_error  # the limits of the kernels are in the library
+            return native.load_error  # without the library, the limits of the kernels are unknown
         if not device.is_present:
             return None
         return next(filter(None, map(native.missing, has.targets.get(pass_, ()))), None)
 
     def takes_layouts_of(self, problem: Problem) -> bool:
-        """Return True if one call supports a layout per batch entry; otherwise each batch entry needs a separate call.
+        """Return True if one call can process batch entries with different layouts. If False, each entry is a call.
 
-        Return False if separate calls process wrapped keys: such a call has one origin for all batch entries.
+        The result is False if separate calls may process wrapped keys, because these calls have one origin for all
+        entries.
         """
         has, with_layouts = self.capabilities, dataclasses.replace(problem, own_extents=True)
         if "own_layouts" not in has.takes or (has.wraps_by_strips and "wrap" in problem.edges):
@@ -238,18 +243,22 @@ class Backend(abc.ABC):
         return not any(all(operator.attrgetter(*pair)(with_layouts)) for pair in has.excludes)
 
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
-        """Return the problem that the kernels compute: heads are padded with zeros to a supported width.
+        """Return the problem that the kernels compute for a call.
 
-        Padding does not change results: zeros in queries and keys do not change logits, the scale does not change, and
-        the caller drops the output columns of padded values. Key biases may become additional columns
-        (:mod:`natten_jax.arrays.biases`). Unsupported 8-bit elements are converted to a wider type, which is float32 if
-        keys and values have scale factors per block.
+        It may differ from the problem of the call in three ways:
+
+        - Heads are padded with zeros to a supported head dimension. This does not change results: zeros in queries and
+          keys do not change the logits, the scale stays the same, and the caller drops the output columns of padded
+          values.
+        - Key biases become additional columns of queries and keys (:mod:`natten_jax.arrays.biases`).
+        - 8-bit elements are converted to ``converts_float8_to``, or to float32 if keys and values have a scale factor
+          per block.
 
         Args:
             problem: The problem of the call.
             device: The device.
             pass_: The pass.
-            pair: Query and key/value tile of the request; ``None`` for the recommended tiles.
+            pair: Requested query and key/value tile; ``None`` to use the recommended tiles.
         """
         has = self.capabilities
         if problem.dtype not in has.dtypes and has.converts_float8_to is not None:
@@ -260,7 +269,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Return query and key/value tile shapes of a pass, the recommended pair first."""
+        """Return the pairs of query and key/value tiles to choose from, with the recommended pair first."""
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         largest = self.capabilities.largest_tiles(problem, device, pass_)
@@ -270,15 +279,15 @@ class Backend(abc.ABC):
         )
 
     def kernels(self, problem: Problem, pass_: Pass, pair: TilePair) -> str | None:
-        """Return the name of the kernels that a pair of tiles selects (``Plan.kernels``); ``None`` for the default."""
+        """Return ``Plan.kernels`` for a pair of tiles: the name of the selected kernels, ``None`` for the default."""
         return None
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Return the predicted time in seconds with the recommended tiles; ``None`` without a cost model."""
+        """Return the predicted seconds of a pass with the recommended tiles; ``None`` if there is no cost model."""
         return None
 
     def form(self, plan: Plan) -> Form:
-        """Return the features of the kernels of a plan."""
+        """Return the features of the kernels that a plan uses."""
         return Form(wraps=not self.capabilities.wraps_by_strips)
 
     @abc.abstractmethod
@@ -287,23 +296,24 @@ class Backend(abc.ABC):
 
         Args:
             plan: The plan of the pass.
-            operands: The operands, with all queries. With ``earlier``, the operands have origins, and only queries in
-                ``earlier.seeing`` see their keys.
-            saves: True to compute the remainder, which a backward pass reads. Otherwise the remainder is undefined.
-            earlier: Earlier forward passes, whose results are merged with this pass. Only for plans with
+            operands: The operands, with all queries. If ``earlier`` is given, they have origins, and only queries in
+                ``earlier.seeing`` see any of their keys.
+            saves: True to compute the remainder, which a backward pass reads. If False, ``Saved.remainder`` is
+                unspecified.
+            earlier: Earlier forward passes, whose results this pass merges with its own. Only for plans with
                 ``Form.continues``.
         """
 
     @abc.abstractmethod
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients of the inputs; the cotangent of the logsumexp may be ``None``."""
+        """Compute the gradients of the inputs. The logsumexp cotangent may be ``None``, which stands for zeros."""
 
 
 class PureJaxBackend(Backend):
-    """A backend in plain JAX, which JAX differentiates: a subclass implements only ``attend`` and ``tile_pairs``.
+    """A backend in plain JAX. A subclass implements only ``attend`` and ``tile_pairs``; JAX differentiates ``attend``.
 
-    A backend with an analytic derivative also overrides ``forward_differentiable`` and ``backward``, and has a positive
-    ``residual_width``.
+    A subclass with an analytic derivative also overrides ``forward_differentiable`` and ``backward``, and its
+    capabilities have a positive ``residual_width``.
     """
 
     @abc.abstractmethod
@@ -311,7 +321,7 @@ class PureJaxBackend(Backend):
         """Compute output and logsumexp."""
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
-        """Compute output, logsumexp, and residuals for the derivative."""
+        """Compute output, logsumexp, and the residuals that the derivative reads."""
         output = self.attend(plan, operands)
         return Differentiable(output.out.astype(plan.problem.element.accumulator), output.logsumexp)
 
@@ -321,7 +331,7 @@ class PureJaxBackend(Backend):
         return Saved(*output, jnp.zeros_like(output.logsumexp) if saves else None)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients by differentiating a second forward pass."""
+        """Compute the gradients: run :meth:`attend` again and differentiate it."""
 
         def attend(inputs: Inputs) -> Output:
             return self.attend(plan, operands._replace(inputs=inputs))

@@ -27,7 +27,7 @@ _MOST_TABLE_ENTRIES = native.limits("cpu").get("table_entries", 0)
 
 
 class CpuBackend(NativeBackend):
-    """Attention on the CPU; supports every window, in both passes."""
+    """Attention on the CPU. The forward and backward kernels support all windows."""
 
     family = "cpu"
     capabilities = Capabilities(
@@ -42,7 +42,7 @@ class CpuBackend(NativeBackend):
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Return why this backend cannot run a pass of a problem on a device; ``None`` if it can."""
+        """Return the reason why this backend cannot run a pass of a problem on a device; ``None`` if it can."""
         reason = super().rejection(problem, device, pass_)
         entries = problem.heads // problem.heads_kv * math.prod(problem.bias_shape)
         if reason is None and problem.relative_bias and entries > _MOST_TABLE_ENTRIES:
@@ -53,7 +53,7 @@ class CpuBackend(NativeBackend):
         return reason
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Return query and key/value tile shapes that are worth trying, the default pair first."""
+        """Return the pairs of query and key/value tiles to choose from, with the default pair first."""
         default = _default_pair(problem, pass_)
         q_tiles, kv_tiles = _CANDIDATES[problem.rank]
         return list(dict.fromkeys([default, *itertools.product(q_tiles, kv_tiles)]))
@@ -78,32 +78,35 @@ class CpuBackend(NativeBackend):
 
 
 def _more_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """Return the operands that follow :func:`natten_jax.backends.ffi.kernel_operands`: layouts and biases."""
+    """Return the layouts and biases, which follow the operands of :func:`natten_jax.backends.ffi.kernel_operands`."""
     table = None if operands.inputs.relative_bias is None else table_of_each_entry(operands.inputs)
     return [ffi.layouts_operand(operands), ffi.or_nothing(table), ffi.key_bias_operand(problem, operands)]
 
 
-#: Candidate query tiles and key/value tiles by rank. ``tile_pairs`` lists their combinations after the default pair.
+#: Candidate query tiles and candidate key/value tiles, by rank. ``tile_pairs`` returns all their combinations after the
+#: default pair.
 _CANDIDATES: dict[int, tuple[list[Shape], list[Shape]]] = {
     1: ([(16,), (64,), (128,), (256,)], [(128,), (256,), (512,), (1024,)]),
     2: ([(4, 4), (8, 8), (16, 16), (4, 16)], [(8, 8), (16, 16), (24, 24), (8, 64)]),
     3: ([(1, 4, 4), (2, 4, 8), (2, 8, 8), (4, 8, 8)], [(2, 8, 8), (4, 8, 8), (4, 12, 12), (2, 16, 16)]),
 }
 
-#: Default tiles before they are fitted to a problem. A work item owns one outer tile and loops over inner tiles. The
-#: keys that 16 neighboring tokens see, about 256 to 512 tokens, should fit into an inner tile, which should stay in the
-#: L1 cache. Larger outer tiles convert 16-bit tokens less often but leave fewer work items for the threads. On two
-#: cores of an AVX-512 server, all shapes between half and twice these sizes were within 10% of each other.
+#: Default tile shapes, which ``_outer_tile`` fits to a problem. A thread's work item is one outer tile: in the forward
+#: pass, a query tile. The work item loops over inner tiles: in the forward pass, key/value tiles. An inner tile should
+#: hold the keys that 16 neighboring queries see, about 256 to 512 keys, and should fit into the L1 cache. With larger
+#: outer tiles, 16-bit tokens are converted less often, but there are fewer work items for the threads. On two cores of
+#: an AVX-512 server, times differed by less than 10% between all tile shapes from half to twice these sizes.
 _FORWARD_Q_TILE: dict[int, Shape] = {1: (128,), 2: (8, 8), 3: (2, 8, 8)}
 _BACKWARD_TILE: dict[int, Shape] = {1: (256,), 2: (16, 16), 3: (4, 8, 8)}
 _INNER_TOKENS = 512
-_SMALLEST_TILE = 16  # tokens; equals the number of vector lanes in the kernels
+_SMALLEST_TILE = 16  # tokens; the number of vector lanes in the kernels
 _ENOUGH_ITEMS = 128
 
 
 def _default_pair(problem: Problem, pass_: Pass) -> TilePair:
     if pass_ == "backward":
-        # The kernel makes two sweeps: outer tiles are query tiles in one sweep and key/value tiles in the other sweep.
+        # The kernel loops over all tiles twice. Outer tiles are query tiles in one loop, and key/value tiles in the
+        # other.
         tile = _BACKWARD_TILE[problem.rank]
         return _outer_tile(problem, problem.query_layout, tile), _outer_tile(problem, problem.kv_layout, tile)
     q_tile = _outer_tile(problem, problem.query_layout, _FORWARD_Q_TILE[problem.rank])
@@ -111,9 +114,12 @@ def _default_pair(problem: Problem, pass_: Pass) -> TilePair:
 
 
 def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
-    """Round tile extents up to multiples of smaller strides, and halve the tile until there are enough work items.
+    """Fit an outer tile to a problem.
 
-    The tile does not depend on the number of threads, because results must not depend on that number.
+    Each extent is rounded up to a multiple of the stride, unless the stride is larger than the extent. Then the longest
+    extent is halved until there are enough work items, or until the tile has fewer than ``2 * _SMALLEST_TILE`` tokens.
+
+    The tile does not depend on the number of threads, because results must not depend on it.
     """
     axes = problem.axes
     extents = [t if axis.stride > t else -(-t // axis.stride) * axis.stride for t, axis in zip(tile, axes, strict=True)]
@@ -128,7 +134,10 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
 
 
 def _inner_tile(problem: Problem, q_tile: Shape) -> Shape:
-    """Split the keys that a query tile sees into equal tiles of at most ``_INNER_TOKENS`` tokens."""
+    """Return the shape of equal tiles into which the range of keys that a query tile sees is split.
+
+    A tile has at most ``_INNER_TOKENS`` tokens.
+    """
     extents = [
         min(axis.kernel_size + t + axis.stride - 2, -(-axis.kv_extent // axis.dilation))
         for axis, t in zip(problem.axes, q_tile, strict=True)

@@ -28,12 +28,13 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import EDGES
 
-#: Value of ``Plan.kernels`` for the small-window kernels. The large-window kernels have ``None``.
+#: Value of ``Plan.kernels`` for the small-window kernels. For the large-window kernels it is ``None``.
 _SMALL_WINDOWS = "small windows"
 _SMALL_FORWARD = "natten_jax_sm80_small_forward"
 _SMALL_BACKWARD = "natten_jax_sm80_small_backward"
 
-#: Tensor maps per batch entry and kernel: for two arrays, and for the statistics of queries.
+#: Number of tensor maps per batch entry and kernel: two for the arrays over whose tokens the kernel loops, and one for
+#: the statistics of queries.
 _ENTRY_MAPS = 3
 
 #: Performance arguments that the small-window backward kernels ignore, and the reasons.
@@ -44,11 +45,11 @@ _UNUSED_BY_SMALL_WINDOWS = {
 }
 
 
-#: Array sizes are padded to a multiple of this number of elements, for vectorised loads.
+#: Sizes of scratch arrays are padded to a multiple of this number of elements, because kernels use vectorised loads.
 _STEP = 4
 
-#: Maximum number of partial sums per head of the sinks' gradient if a separate kernel computes it, in total for all
-#: batch entries with separate sinks.
+#: Maximum number of partial sums per head with which a separate kernel computes the sinks' gradient. Batch entries with
+#: separate sinks share this number.
 _MOST_SINKS_PARTS = 256
 
 
@@ -70,12 +71,16 @@ def _call_small_forward(plan: Plan, operands: Operands, types: list[ResultType])
 
 
 def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
-    """Return the type of scratch memory for the sinks' gradient: partial sums per query tile or part of the queries."""
+    """Return the type of the scratch memory for partial sums of the sinks' gradient.
+
+    The gradient kernels write a partial sum per query tile. If layouts differ between batch entries, a separate kernel
+    writes a partial sum per part of the queries instead. The memory is large enough for either.
+    """
     sinks, problem = operands.inputs.sinks, plan.problem
     if sinks is None:
         return _float32(0)
     _, *extents, heads, _ = operands.inputs.query.shape
-    # Kernels group tiles into regions; the last region may be incomplete.
+    # Kernels process whole regions of several tiles, of which the last may be incomplete: this is an upper bound.
     tiles = math.prod(
         axis.dilation * (2 * -(-extent // (axis.dilation * rows)) - 1)
         for axis, extent, rows in zip(problem.axes, extents, plan.tiles[1], strict=True)
@@ -86,15 +91,15 @@ def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
 
 
 def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
-    """Return the type of scratch memory for a relative bias in the kernels' format; empty without a bias.
+    """Return the type of the scratch memory for bias tables in the kernels' format; empty without a relative bias.
 
-    All batch entries share one table unless they have separate bias tables or scales.
+    All batch entries share one table, unless they have separate bias tables or separate scales.
 
     Args:
         problem: The problem.
         operands: The arrays of the call.
-        rows: Extents of the tile to which each line of the table is padded.
-        columns: Extents of a group.
+        rows: Extents of a tile of the kernels' rows. The padding of the table's lines depends on both extents.
+        columns: Extents of a group of the kernels' columns.
     """
     inputs = operands.inputs
     if inputs.relative_bias is None:
@@ -105,7 +110,10 @@ def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: 
 
 
 def _table_sums(plan: Plan, operands: Operands) -> list[ResultType]:
-    """Return the types of scratch memory for a relative bias's gradient: one record per tile, and partial sums."""
+    """Return the types of the two scratch arrays for the gradient of a relative bias.
+
+    The first contains a record per query tile. The second contains partial sums of the records.
+    """
     inputs, problem = operands.inputs, plan.problem
     if inputs.relative_bias is None:
         return [_float32(0)] * 2
@@ -132,7 +140,7 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
     added = ffi.layouts_operand(operands), tables, ffi.key_bias_operand(problem, operands), sinks
     results = [
         _float32(batch, count, heads, 4),
-        # Partial sums, over queries, of the gradients of additional tokens.
+        # Gradients of additional tokens: partial sums, one per part of the queries.
         _float32(additional_parts, batch, problem.additional_kv, problem.heads_kv, additional_width),
         _table_products(problem, operands, rows, columns),
         *_table_sums(plan, operands),
@@ -156,8 +164,8 @@ _BACKWARD = "natten_jax_sm80_backward"
 _DELTA = "natten_jax_sm80_delta"
 _LIMITS = native.limits("sm80")
 
-#: Maximum bytes of query gradient accumulators in a backward pass. One key/value head is always allowed, even if its
-#: accumulators exceed the maximum.
+#: Maximum total size in bytes of the query gradient accumulators of a backward pass. The accumulators of one key/value
+#: head are always allocated, even if they exceed the maximum.
 _SCRATCH_BYTES = {
     MemoryUsagePreference.STRICT: 64 << 20,
     MemoryUsagePreference.DEFAULT: 1 << 30,
@@ -173,12 +181,12 @@ _TF32_PRECISIONS = (
 
 
 def _needs_columns(problem: Problem) -> bool:
-    """Return True if no kernel adds the key biases: for 32-bit elements, or with a relative bias."""
+    """Return True if no kernel can add the key biases: if elements have 32 bits or there is a relative bias."""
     return problem.relative_bias or problem.element.bytes != 2
 
 
 def _shared_memory(device: Device) -> int:
-    """Return the bytes of shared memory per thread block that kernels may use on a device."""
+    """Return the number of bytes of shared memory per thread block that the kernels can use on a device."""
     capability = device.compute_capability
     if capability is None or capability[0] not in _LIMITS["wide_form_capabilities"]:
         return _LIMITS["least_shared_memory"]
@@ -186,7 +194,11 @@ def _shared_memory(device: Device) -> int:
 
 
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-    """Return the maximum queries and keys per tile of the kernels with the narrowest heads that fit the problem."""
+    """Return the maximum number of queries in a query tile, and of keys in a key/value tile.
+
+    The kernels are compiled in several variants. Only the variants with the smallest sufficient head dimension count,
+    and only if they fit into shared memory.
+    """
     forms = [form for form in _LIMITS[pass_] if form["element_bytes"] == problem.element.bytes]
     forms = ffi.narrowest_forms(CutlassBackend, forms, problem)
     able = [form for form in forms if form["shared_memory"] <= _shared_memory(device)]
@@ -194,7 +206,7 @@ def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, 
 
 
 class CutlassBackend(NativeBackend):
-    """Attention on NVIDIA GPUs of the Ampere generation and later."""
+    """Attention on NVIDIA GPUs, from the Ampere generation on."""
 
     family = "cutlass"
     capabilities = Capabilities(
@@ -221,7 +233,7 @@ class CutlassBackend(NativeBackend):
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Return why the kernels cannot run a pass, for example because this build lacks code for the GPU."""
+        """Return the reason why the kernels cannot run a pass, such as no code for the GPU; ``None`` if they can."""
         reason = super().rejection(problem, device, pass_)
         if reason is None and problem.relative_bias:
             reason = self._table_rejection(problem, device, pass_)
@@ -230,7 +242,7 @@ class CutlassBackend(NativeBackend):
         return _missing_code(device.compute_capability)
 
     def _table_rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Return why the kernels do not add a relative bias; ``None`` if they do."""
+        """Return the reason why the kernels cannot add the relative bias of a problem; ``None`` if they can."""
         if problem.element.bytes != 2:
             return f"its kernels add a relative_bias to logits of elements of 16 bits, not of {problem.dtype}"
         if "wrap" in problem.edges:
@@ -244,8 +256,9 @@ class CutlassBackend(NativeBackend):
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
         """Return the problem that the kernels compute.
 
-        If the small-window kernels do not add the key biases, they may still be faster with the biases as additional
-        columns than the large-window kernels, which add the biases.
+        For some problems with key biases, only the large-window kernels can add the biases. The small-window kernels
+        need the biases as additional columns, but may still be faster. This method chooses between the two by predicted
+        time or, if tiles are requested, by the kernels that offer the tiles.
         """
         found = super().widened(problem, device, pass_, pair)
         if not found.key_bias:
@@ -260,16 +273,16 @@ class CutlassBackend(NativeBackend):
         return found if is_own else wider
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Return query and key/value tiles by predicted time, the fastest first."""
+        """Return the pairs of query and key/value tiles, sorted by predicted time, with the fastest pair first."""
         return [pair for pair, _ in _ranked_pairs(problem, device, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Return the predicted seconds of a pass with the recommended tiles; ``None`` without a time model."""
+        """Return the predicted seconds of a pass with the recommended tiles; ``None`` if unknown, as for float32."""
         ranked = _ranked_pairs(problem, device, pass_)
         return ranked[0][1] if ranked and problem.dtype != "float32" else None
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Return True if kernels support a pair of tiles; small-window tiles must fit into shared memory."""
+        """Return True if the kernels support a pair of tiles. Small-window tiles must fit into shared memory."""
         if not super().offers(problem, device, pass_, pair):
             return False
         if self.kernels(problem, pass_, pair) is None:
@@ -279,11 +292,11 @@ class CutlassBackend(NativeBackend):
         return small_windows.estimate(self.family, problem, pass_, pair, device.compute_capability) is not None
 
     def kernels(self, problem: Problem, pass_: Pass, pair: TilePair) -> str | None:
-        """Return the name of the small-window kernels if a pair of tiles selects them, otherwise ``None``."""
+        """Return the name of the kernels that a pair of tiles selects; ``None`` for the large-window kernels."""
         return _SMALL_WINDOWS if small_windows.is_chosen(problem, pass_, pair) else None
 
     def form(self, plan: Plan) -> Form:
-        """Return the features of the kernels of a plan. Only the small-window kernels support windows that wrap."""
+        """Return the features of a plan's kernels. Only the small-window kernels support windows that wrap."""
         is_small = plan.kernels == _SMALL_WINDOWS
         if plan.pass_ == "backward" and is_small:
             return Form(wraps=True, unused=_UNUSED_BY_SMALL_WINDOWS)
@@ -316,8 +329,9 @@ class CutlassBackend(NativeBackend):
         if problem.dtype != "float32":
             behind.append(_float32(scratch_elements(problem, inputs.query, performance)))
         biases = ffi.layouts_operand(operands), ffi.key_bias_operand(problem, operands)
-        # Number of thread blocks among which a head's key/value tiles are divided; 0 means one block per tile. With a
-        # single block, gradients are reproducible. Memory use does not depend on this number.
+        # Number of thread blocks that share the key/value tiles of a head and dilation group; 0 means one block per
+        # tile. With one block per head and dilation group, gradients are reproducible. The number does not affect
+        # memory use.
         splits = min(math.prod(performance.backward_kv_splits or (0,)), 2**31 - 1)
         options = {"is_accurate": int(plan.precision not in _TF32_PRECISIONS)}
         options["kv_splits"] = 1 if performance.backward_deterministic else splits
@@ -328,22 +342,23 @@ class CutlassBackend(NativeBackend):
 
 
 def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:
-    """Return the number of float32 query gradient accumulators to allocate, given the limit on scratch memory.
+    """Return the number of float32 elements to allocate for query gradient accumulators.
 
-    If the accumulators of all heads exceed the limit, the kernels process the batch in rounds of equal size: several
-    batch entries per round or, if one entry exceeds the limit, several heads of an entry.
+    The memory preference of a call limits this number. If the accumulators of the whole batch exceed the limit, the
+    kernels process the batch in rounds of equal size. A round consists of one or more batch entries. If a single entry
+    exceeds the limit, a round consists of one or more key/value heads of an entry.
 
     Args:
         problem: The problem.
-        query: ``[batch, *tokens, heads, head_dim]``. May be a shard of the problem's query.
-        performance: Performance arguments with the memory preference.
+        query: ``[batch, *tokens, heads, head_dim]``. The problem's query, or a shard of it.
+        performance: Performance arguments of the call, including the memory preference.
     """
     limit = _SCRATCH_BYTES[MemoryUsagePreference(performance.memory_usage_preference)]
     batch, heads = least_batch(query.shape[0]), query.shape[-2]
     heads_kv = heads * problem.heads_kv // problem.heads
     head_bytes = (
         4 * math.prod(query.shape[1:]) // heads_kv
-    )  # bytes per key/value head: the accumulators of all query heads that share it
+    )  # bytes of the accumulators of all query heads that share a key/value head
 
     def at_once(count: int, each: int) -> int:
         turns = 1 if limit is None else math.ceil(count / max(limit // each, 1))
@@ -354,10 +369,11 @@ def scratch_elements(problem: Problem, query: jax.Array, performance: Performanc
 
 
 def _missing_code(capability: ComputeCapability) -> str | None:
-    """Return why this build lacks machine code for a compute capability; ``None`` if it contains the code."""
+    """Return an error message if this build lacks code for a compute capability; otherwise return ``None``."""
     architectures = native.build_info()["cuda_architectures"]
-    # The last digit of an architecture is the minor version. Machine code runs on GPUs with the same major version and
-    # an equal or later minor version. The driver can compile the PTX of the newest architecture for later GPUs.
+    # The last digit of an architecture's name is its minor version. Machine code runs on GPUs of the same major version
+    # whose minor version is equal or higher. For GPUs newer than all architectures, the driver compiles the PTX of the
+    # newest one.
     built = sorted(divmod(int(name.rstrip("af")), 10) for name in architectures)
     if built[-1] <= capability or any(major == capability[0] and minor <= capability[1] for major, minor in built):
         return None
@@ -368,23 +384,24 @@ def _missing_code(capability: ComputeCapability) -> str | None:
 
 
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
-    """Return the sizes, in queries and keys, of the large-window tiles to rank."""
-    most, keys = _largest_tiles(problem, device, pass_)  # rejects heads that are too wide, in both passes
+    """Return the large-window tile sizes to rank, as pairs: queries per query tile, keys per key/value tile."""
+    most, keys = _largest_tiles(problem, device, pass_)  # raises if heads are too wide, in both passes
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     rows = min(most, keys)
-    # Smaller query tiles leave rows of the kernel idle, and are faster only for few queries or narrow windows.
+    # Query tiles with fewer than `rows` queries leave some of the kernel's rows idle. They are faster only if there are
+    # few queries or the windows are narrow.
     sizes = (rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)
     return (*sizes, (most, 64)) if most > rows else sizes
 
 
 def _is_for_small_windows(problem: Problem) -> bool:
-    """Return True if only the small-window kernels add the biases of a problem."""
+    """Return True if the large-window kernels cannot add the biases of a problem."""
     return problem.relative_bias or (problem.key_bias and _needs_columns(problem))
 
 
 def _small_windows_take_biases(problem: Problem) -> bool:
-    """Return True if the small-window kernels support the problem's key biases, or if it has no key biases."""
+    """Return True unless a problem has key biases that the small-window kernels cannot add."""
     return not problem.key_bias or not (problem.own_layouts or "wrap" in problem.edges)
 
 
@@ -398,8 +415,8 @@ def _ranked_pairs(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[
     if _is_for_small_windows(problem):
         return tuple(found)
     if problem.dtype == "float32":
-        # The time model covers 16-bit elements. Kernels are compiled per row size in bytes, so a float32 head
-        # corresponds to a 16-bit head of twice the width.
+        # The time model covers only 16-bit elements. Kernels are compiled for certain sizes of a head in bytes, so
+        # model a float32 head as a 16-bit head of twice the width.
         head_dim, head_dim_v = (
             min(2 * each, _LIMITS["largest_head_dim"]) for each in (problem.head_dim, problem.head_dim_v)
         )

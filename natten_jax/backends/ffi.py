@@ -1,6 +1,6 @@
 """Base class of backends with native kernels: operands, attributes and results of their custom calls.
 
-Native kernels have three token dimensions. Missing leading dimensions have extent 1.
+Native kernels expect three token dimensions. Arrays with fewer get leading token dimensions of extent 1.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from natten_jax.problem import Problem, Shape
 #: Features that all families with native kernels support.
 NATIVE_FEATURES = "own_layouts", "own_extents", "key_bias", "sinks", "additional_kv"
 
-#: With smaller factors, query gradients would lose digits: the smallest positive float16 number is 2^-24.
+#: Lower bounds of ``HeadScales.query_factor`` by element type. If the factor were smaller, the kernels' query gradients
+#: would lose digits: the smallest positive float16 number is 2^-24.
 _SMALLEST_FACTOR = {"float16": 2.0**-10}
 _SMALLEST_FACTOR_OF_OTHERS = 2.0**-64
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadScales:
-    """Scales of the logits, one per head of each batch entry.
+    """Scales of the logits, one per batch entry and head.
 
-    Kernels multiply logits by ``abs(scale)``, and query gradients by ``query_factor``. ``query_factor`` exceeds
-    ``abs(scale)`` if the scale is zero, or so small that the gradient would lose digits. The scale's gradient is
-    computed from the kernels' query gradient.
+    Kernels multiply logits by ``abs(scale)``. They multiply query gradients by ``query_factor``, which is
+    ``abs(scale)`` unless the scale is zero or so small that the gradients would lose digits. In these cases
+    ``query_factor`` is larger. :meth:`convert_gradients` corrects the query gradient, and computes the scale's gradient
+    from it.
 
     Attributes:
-        scale: float32 ``[batch, heads]``. NaN replaces values that are infinite or too large for kernels; a Python
-            number with such a value raises an error earlier.
+        scale: float32 ``[batch, heads]``. Scales that are infinite or too large for the kernels are NaN here. Only
+            array operands can have such values: a Python number is checked earlier, and raises an error.
         query_factor: float32 ``[batch, heads]``. Factor by which kernels multiply query gradients.
     """
 
@@ -52,26 +54,28 @@ class HeadScales:
 
     @classmethod
     def from_scale(cls, problem: Problem, scale: jax.Array) -> HeadScales:
-        """Compute the factors from the ``scale`` operand."""
+        """Compute the scales and factors from the ``scale`` operand."""
         scale = jnp.where(jnp.abs(scale) <= LARGEST, scale, jnp.nan)
         smallest = _SMALLEST_FACTOR.get(problem.dtype, _SMALLEST_FACTOR_OF_OTHERS)
         return cls(scale, jnp.maximum(jnp.where(jnp.isnan(scale), smallest, jnp.abs(scale)), np.float32(smallest)))
 
     def signed(self, query: jax.Array) -> jax.Array:
-        """Multiply the query by the sign of the scale. With a zero scale, infinities and NaN become NaN."""
+        """Multiply the query by the sign of the scale. If the scale is zero, infinite elements become NaN."""
         return query * over_tokens(jnp.sign(self.scale), query).astype(query.dtype)
 
     def operand(self) -> jax.Array:
-        """Return the operand of the kernels: ``[batch, heads, 2]``, positive and finite."""
-        # Kernels need a positive number. For a scale of NaN or 0, signed() has already made the query NaN or 0.
+        """Return the kernels' operand ``[batch, heads, 2]``: scale and query factor, both positive and finite."""
+        # Kernels require positive scales, so 1 replaces a scale of NaN or 0. In these cases signed() has already
+        # multiplied the query by NaN or 0.
         is_used = jnp.abs(self.scale) > 0
         return jnp.stack([jnp.where(is_used, jnp.abs(self.scale), 1), self.query_factor], axis=-1)
 
     def convert_gradients(self, gradients: Gradients, query: jax.Array) -> Gradients:
-        """Compute the gradients of the query and the scale from the gradients that kernels return.
+        """Convert the kernels' gradients to gradients with respect to the call's query and scale.
 
         Args:
-            gradients: Gradients from the kernels, with respect to the query that :meth:`signed` returns.
+            gradients: Gradients that the kernels return. Their query gradient is for the query that :meth:`signed`
+                returns, and has ``query_factor`` in place of the scale.
             query: The query of the call.
         """
         wide = gradients.query.astype(jnp.float32)
@@ -87,7 +91,10 @@ def with_heads_of_queries(inputs: Inputs) -> Inputs:
 
 
 def sum_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
-    """Sum the gradients of the copies that :func:`with_heads_of_queries` made over the query heads that share them."""
+    """Sum gradients of keys and values over the query heads that share a key/value head.
+
+    This is the transpose of :func:`with_heads_of_queries`.
+    """
     heads_kv = inputs.key.shape[-2]
 
     def summed(array: jax.Array) -> jax.Array:
@@ -99,31 +106,31 @@ def sum_shared_heads(gradients: Gradients, inputs: Inputs) -> Gradients:
 
 
 def _map_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) -> Inputs:
-    """Apply a function to all inputs that have key/value heads."""
+    """Apply a function to all inputs whose head dimension counts key/value heads."""
     roles = jax.tree.unflatten(jax.tree.structure(inputs), roles_of(inputs))
     return jax.tree.map(lambda array, role: change(array) if role.is_key_value else array, inputs, roles)
 
 
-#: The scale that kernels get instead of zero; the query is then multiplied by zero. It is so small that no accumulator
-#: overflows.
+#: Scale attribute of the kernels if the problem's scale is zero, since kernels require a positive scale. In this case
+#: the query is multiplied by zero. The number is so small that no accumulator overflows.
 _SCALE_OF_NOTHING = 2.0**-64
 
 
 class NativeBackend(Backend):
-    """A backend whose forward pass is one custom call, which returns output, logsumexp and remainder first."""
+    """A backend whose forward pass is one custom call. Its first results are output, logsumexp and remainder."""
 
     @abc.abstractmethod
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
-        """Call the forward kernel.
+        """Make the forward custom call.
 
         Args:
             plan: Plan of the pass.
             operands: Operands of the call.
-            types: Types of the first three results.
+            types: Types of the output, the logsumexp and the remainder.
         """
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
-        """Compute output and logsumexp, and the remainder for a backward pass."""
+        """Compute output and logsumexp, and the remainder if ``saves`` is set."""
         *per_query, _ = operands.inputs.query.shape
         shape = *with_kernel_rank(operands.inputs.query, plan.problem.rank).shape[:-1], operands.inputs.value.shape[-1]
         types = [
@@ -150,14 +157,15 @@ class NativeBackend(Backend):
         problem, inputs = plan.problem, operands.inputs
         if inputs.scale is None or problem.heads == problem.heads_kv:
             return self.call_backward(plan, operands, saved, cotangents)
-        # Kernels sum the gradients of a key over all query heads and then scale the sum, which requires a common scale.
+        # Kernels sum a key's gradient over the query heads that share the key, and multiply the sum by the scale. If
+        # each head has its own scale, repeat the keys per query head, so that none is shared.
         plan = dataclasses.replace(plan, problem=dataclasses.replace(problem, heads_kv=problem.heads))
         repeated = operands._replace(inputs=with_heads_of_queries(inputs))
         return sum_shared_heads(self.call_backward(plan, repeated, saved, cotangents), inputs)
 
 
 def narrowest_forms(backend: type[Backend], forms: Sequence[Any], problem: Problem) -> list[Mapping[str, Any]]:
-    """Return the kernel variants with the smallest head dimension that fits a problem.
+    """Return the kernel variants with the smallest head dimension that is sufficient for a problem.
 
     Raises:
         ValueError: The backend does not support the problem's head dimensions.
@@ -180,16 +188,17 @@ def with_kernel_ranks(problem: Problem, saved: Saved, cotangents: Cotangents) ->
 
 
 def _times_sign_of_scale(problem: Problem, array: jax.Array) -> jax.Array:
-    """Multiply a query, or its gradient, by the sign of the float32 scale, because kernels require positive scales.
+    """Multiply a query, or its gradient, by the sign of the problem's scale, because kernels require positive scales.
 
-    A scale of zero also multiplies, so that infinities and NaN give NaN, as they would in the logits.
+    The sign is determined after rounding the scale to float32. If it is zero, the array is multiplied by zero:
+    infinities and NaN become NaN, as they would in the logits.
     """
     factor = int(np.sign(np.float32(problem.scale)))
     return array if factor == 1 else array * jnp.asarray(factor, array.dtype)
 
 
 def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """Return the first operands of every custom call; missing operands are empty arrays."""
+    """Return the operands with which every custom call begins. Empty arrays stand for operands that are ``None``."""
     inputs = operands.inputs
     query, key, value = [with_kernel_rank(array, problem.rank) for array in (inputs.query, inputs.key, inputs.value)]
     if inputs.scale is None:
@@ -206,10 +215,11 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
 
 
 def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
-    """Return the first operands of forward custom calls.
+    """Return the operands with which every forward custom call begins.
 
-    The last operand contains the scale and the sink of each head, ``[batch, heads, 2]``; a missing sink is ``-inf``. It
-    is empty if the scale is not an array and there are no sinks.
+    They are the operands that :func:`kernel_operands` returns, except the last one: ``[batch, heads, 2]``, the scale
+    and the sink of each head. Without sinks, the second column is ``-inf``. The operand is empty if the scale is not an
+    array and there are no sinks.
     """
     *others, scales = kernel_operands(problem, operands)
     inputs = operands.inputs
@@ -222,17 +232,17 @@ def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
 
 
 def or_nothing(array: jax.Array | None, shape: Shape = (0,), dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """Return an optional operand, or an empty array if it is ``None``: filling an array would launch a kernel."""
+    """Return an array, or an empty array for ``None``: filling a larger array would launch a kernel."""
     return jnp.zeros(shape, dtype) if array is None else array
 
 
 def layouts_operand(operands: Operands) -> jax.Array:
-    """Return the layouts of batch entries, for kernels that support a layout per entry."""
+    """Return the ``layouts`` operand of kernels that support different layouts of batch entries."""
     return or_nothing(operands.layouts, (0, KERNEL_RANK, KERNEL_RANK), jnp.int32)
 
 
 def key_bias_operand(problem: Problem, operands: Operands) -> jax.Array:
-    """Return the key biases of a call, ``[batch, *keys, heads]``, with a single head if all heads share them."""
+    """Return the key biases of a call: ``[batch, *keys, heads]``, or ``[batch, *keys, 1]`` if all heads share them."""
     per_head, shared = operands.inputs.key_bias, operands.inputs.shared_key_bias
     if per_head is not None:
         return with_kernel_rank(per_head[..., 0], problem.rank)
@@ -240,14 +250,14 @@ def key_bias_operand(problem: Problem, operands: Operands) -> jax.Array:
 
 
 def key_bias_gradient_type(problem: Problem, operands: Operands) -> ResultType:
-    """Return the type of the key biases' gradient, which has all query heads even if they share the biases."""
+    """Return the type of the key biases' gradient, which is per query head even if all heads share the biases."""
     biases = key_bias_operand(problem, operands)
     heads = operands.inputs.query.shape[-2]
     return ResultType((*biases.shape[:-1], heads) if biases.ndim > 1 else (0,), jnp.float32)
 
 
 def with_key_bias_gradient(gradients: Gradients, inputs: Inputs, key_bias_gradient: jax.Array) -> Gradients:
-    """Add the gradient of key biases, given the result of type :func:`key_bias_gradient_type`."""
+    """Return the gradients with the gradient of the key biases, which is summed over heads that share a bias."""
     per_head, shared = inputs.key_bias, inputs.shared_key_bias
     return gradients._replace(
         key_bias=None if per_head is None else key_bias_gradient.reshape(per_head.shape),
@@ -256,18 +266,21 @@ def with_key_bias_gradient(gradients: Gradients, inputs: Inputs, key_bias_gradie
 
 
 def with_sinks_gradient(gradients: Gradients, inputs: Inputs, logsumexp: jax.Array, delta: jax.Array) -> Gradients:
-    """Add the gradient of sinks (:func:`natten_jax.arrays.biases.sinks_gradient`)."""
+    """Return the gradients with the gradient of the sinks (:func:`natten_jax.arrays.biases.sinks_gradient`)."""
     sinks = inputs.sinks
     return gradients if sinks is None else gradients._replace(sinks=sinks_gradient(sinks, logsumexp, delta))
 
 
 def entry_maps(operands: Operands, per_entry: int) -> ResultType:
-    """Return the type of scratch memory for tensor maps, ``per_entry`` per batch entry with a separate layout."""
+    """Return the type of the scratch memory for tensor maps: ``per_entry`` maps per batch entry.
+
+    If all batch entries have the same layout, no maps in scratch memory are needed, and the memory is empty.
+    """
     batch = 0 if operands.layouts is None else operands.layouts.shape[0]
     return ResultType((batch * per_entry, _MAP_BYTES), jnp.uint8)
 
 
-#: Bytes of a tensor map.
+#: Size of a tensor map in bytes.
 _MAP_BYTES = 128
 
 
@@ -279,22 +292,22 @@ def call_for_gradients(
     further_results: Sequence[ResultType],
     **more: int,
 ) -> tuple[Gradients, Sequence[jax.Array]]:
-    """Make a backward custom call, whose first results are the gradients of query, key, value and additional tokens.
+    """Make a backward custom call. Its first results are the gradients of query, key, value and additional tokens.
 
     Args:
         target: Name of the custom call target.
         plan: Plan of the backward pass.
         operands: Operands of the call.
-        per_query: Operands after :func:`kernel_operands`.
-        further_results: Types of the results after the gradients above, such as gradients of biases.
+        per_query: Operands that follow the operands from :func:`kernel_operands`.
+        further_results: Types of the results that follow these gradients, such as gradients of biases.
         **more: Further attributes.
 
     Returns:
-        The gradients, and the further results.
+        The gradients of the inputs, and the results with the types ``further_results``.
     """
     problem, inputs = plan.problem, operands.inputs
     arrays = kernel_operands(problem, operands)
-    *with_gradients, _, _ = arrays  # all except origins and scales
+    *with_gradients, _, _ = arrays  # without origins and scales
     types = [ResultType(array.shape, array.dtype) for array in with_gradients]
     results = native.call(target, [*types, *further_results], *arrays, *per_query, **attributes(plan), **more)
     pairs = zip(inputs, results[: len(types)], strict=False)
@@ -302,19 +315,19 @@ def call_for_gradients(
     if inputs.scale is None:
         gradients = gradients._replace(query=_times_sign_of_scale(problem, gradients.query))
     else:
-        # Gradients of padding are zero, but the padding itself may hold any value, such as NaN.
+        # Clear the query's padding: its gradient is zero, but the padding may contain NaN, and zero times NaN is NaN.
         query = without_padding(operands.layouts, inputs).query
         gradients = HeadScales.from_scale(problem, inputs.scale).convert_gradients(gradients, query)
     return gradients, results[len(types) :]
 
 
 def scale_of_kernels(problem: Problem) -> float:
-    """Return the scale attribute of kernels, which is used if all heads have the same scale."""
+    """Return the kernels' scale attribute. Kernels use it unless they have an operand with the scale of each head."""
     return abs(float(problem.scale)) if np.float32(problem.scale) else _SCALE_OF_NOTHING
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:
-    """Return the attributes of every custom call. The scale is positive, because its sign multiplies the query."""
+    """Return the attributes of every custom call. The scale is positive, because its sign is in the query."""
     problem = plan.problem
     q_tile, kv_tile = with_kernel_tiles(problem, plan.tiles)
     shapes = {"q_tile_shape": q_tile, "kv_tile_shape": kv_tile}
