@@ -1,9 +1,9 @@
 """Compare natten_jax with cuDNN on an NVIDIA GPU: sliding windows over sequences, and causal windows over videos.
 
 The sequence windows are causal, and both libraries compute the same function. The video windows are causal in time: a
-token attends to all tokens of its own frame and of earlier frames. In one problem, the number of these frames is
-limited. cuDNN has no mask that is causal in time, so it computes dense attention over the same tokens. The two
-libraries alternate in one process, with a short pause before each turn. Each time is the device time of all kernels
+token attends to all tokens of its own frame and of earlier frames. In one of the problems, a token attends to at most 8
+frames. cuDNN does not support masks that are causal in time, so it computes dense attention over the same tokens. The
+two libraries alternate in one process, with a short pause before each turn. Each time is the device time of all kernels
 that a call launches.
 
 Example:
@@ -83,7 +83,7 @@ def measure(group: str, benchmark: Benchmark, pass_: Pass, turns: int, library: 
     """Time a pass with both libraries.
 
     Returns:
-        Times, failures and natten_jax's speed-up. Also the visible query-key pairs, as a share of all pairs.
+        Times, error messages, natten_jax's speed-up, and the share of all query-key pairs that are visible.
     """
     sides = compiled(group, benchmark, pass_, library)
     runners = {name: side for name, side in sides.items() if isinstance(side, Runner)}

@@ -57,7 +57,7 @@ def prepare(
     for name in names:
         try:
             sides[name] = PEERS[name].make(benchmark, cotangent, arrays, pass_, platform)
-        except Exception as error:  # each peer raises other exceptions for unsupported problems
+        except Exception as error:  # peers raise different exceptions for unsupported problems
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             failures[name] = f"{kind}{' '.join(str(error).split())[:300]}"
     return sides, failures

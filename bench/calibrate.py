@@ -213,8 +213,8 @@ def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calib
     Args:
         every: Measurements.
         model: Initial coefficients.
-        dtypes: Element types whose kernels are fitted. Coefficients shared by all kernels are fitted only if these are
-            the element types ``model.dtypes``.
+        dtypes: Element types whose kernels are fitted. Coefficients that all kernels share are fitted only if
+            ``dtypes`` equals ``model.dtypes``.
     """
     from scipy.optimize import least_squares
 
@@ -273,8 +273,8 @@ def weight(record: dict[str, Any]) -> float:
     """Return the weight of one measurement in the fit."""
     if record["is_recommended"]:
         return 2.0
-    # The few launches of alternating tiles end before long kernels heat up the device. Only the relative times of long
-    # kernels are meaningful.
+    # The few launches of alternating tiles end before long kernels heat up the device. For long kernels, only relative
+    # times are meaningful.
     return 1.0 if record["seconds"] < _BRIEF else 0.0
 
 
@@ -289,7 +289,7 @@ def costs_of(kernel: Kernel) -> tuple[str, ...]:
 
 
 def predicted(every: list[Sample], model: Calibration) -> list[float]:
-    """Return the predicted seconds of each sample, with the model's kernel of the same size and element types."""
+    """Return the seconds that the model predicts for each sample; its kernels are found by size and element types."""
     seconds = []
     for sample in every:
         if sample.kernel is None:

@@ -2,7 +2,8 @@
 
 Each build is a clone with its libraries built in place. For each build, a process draws random problems with the
 clone's own fuzzer, runs both passes, and prints a digest of every result. All processes draw the same problems. The
-first build runs twice. Results that differ between its two runs, such as sums of atomic additions, are only counted.
+first build runs twice. Results that differ between its two runs, such as sums of atomic additions, are counted but not
+compared with the second build.
 
 Example:
     python bench/run.py compare_bits ../before . --backend hopper --problems 100

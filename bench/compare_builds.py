@@ -2,8 +2,9 @@
 
 Each build is a clone with its libraries built in place. For each build, a separate process runs the problems with the
 clone's own benchmark modules. The two processes alternate, so that both run at the same clock rate. A turn's time is
-the median device time of 3 launches, after one untimed launch. Two ratios are printed: the median over turns of the
-ratio of times, and the ratio of the builds' shortest times. A ratio above 1 means that the second build is slower.
+the median device time of 3 launches, after one untimed launch. Two ratios of the second build's time to the first
+build's time are printed: the median of the ratios of all turns, and the ratio of the shortest times. A ratio above 1
+means that the second build is slower.
 
 Example:
     python bench/run.py compare_builds ../before . --problems 2d-w40 --small "NAT s1" --families none cutlass

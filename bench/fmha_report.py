@@ -1,4 +1,4 @@
-"""Print a Markdown report of the figures of ``fmha_scaling.py``, and draw a plot.
+"""Print a Markdown report of the figures of ``fmha_scaling.py``, or draw a plot of the figures.
 
 Example:
     python bench/run.py fmha_report bench/results/h200/fmha_scaling/fmha_scaling_results.json
@@ -117,7 +117,7 @@ def title_of(configuration: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Print the report of a run from its JSON file."""
+    """Print the report of a run from its JSON file, or draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="fmha_scaling_results.json")
     parser.add_argument("--plot", type=Path, help="draw a plot into this file instead of printing the report")

@@ -1,6 +1,7 @@
 """Time attention with 8-bit arrays on Hopper against bfloat16, and against cuDNN if it supports the problem.
 
-All programs of a problem alternate in one process. Each time is the device time of all kernels that a program launches:
+All programs of a problem alternate in one process. Each time is the device time of all kernels that a program launches.
+The programs are:
 
 - "e4m3" runs the 8-bit kernel on arrays that were quantised in advance, with a scale factor per head.
 - "unordered" is "e4m3" with ``kernel_schedule="coop"``.

@@ -6,7 +6,8 @@ the largest difference. The float64 reference uses the arrays before any roundin
 
 CPU backends compute with the exact values of the 8-bit numbers and do not round weights. The last method emulates 8-bit
 tensor cores in NumPy. It divides the weights of a query by the largest of them, multiplies them by 448 and rounds them
-to e4m3. With ``--kernels``, a GPU runs the Hopper kernels and cuDNN's kernel (one scale factor per array) instead.
+to e4m3. With ``--kernels``, a GPU runs other methods instead: the Hopper kernels, and cuDNN's kernel with one scale
+factor per array.
 
 Example:
     python bench/run.py fp8_accuracy --json bench/results/cpu/fp8_accuracy.json

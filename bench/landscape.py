@@ -1,8 +1,8 @@
-"""Time passes over a grid of layouts and head counts, and find points slower than their neighbours.
+"""Time passes over a grid of layouts and head counts, and find points that are slower than their neighbours.
 
 All points of a grid have the same number of dimensions, window and head width, so that the work per token and head is
 constant. Outliers are compared with the time model's prediction for the same points. If the model also predicts an
-outlier, its cause is the number of waves of tiles. Other outliers need investigation.
+outlier, the cause of the outlier is the number of waves of tiles. Other outliers need investigation.
 
 Example:
     python bench/run.py landscape --json bench/results/h100/landscape.json

@@ -24,7 +24,7 @@ EXPOSED = "exposed milliseconds"
 def figures(curve: Curve, devices: int, on_one: list[float], on_several: list[float]) -> dict[str, float]:
     """Return time, speed-up and efficiency on ``devices`` devices, from predicted or measured seconds per turn.
 
-    The speed-up is the throughput relative to the throughput of one device, for both kinds of scaling.
+    The speed-up is the throughput relative to the throughput of one device, for strong and for weak scaling.
     """
     faster = ratio(on_one, on_several) * curve.work(devices)
     return {

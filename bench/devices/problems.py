@@ -1,4 +1,4 @@
-"""Problems that bench/scaling.py measures on one and on several devices, and the array axis that each splits."""
+"""Problems that bench/scaling.py measures on one and on several devices, each with the array axis that is split."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Curve:
 
 
 def curves(scaling: Scaling, is_small: bool) -> Iterator[Curve]:
-    """Generate all curves of one kind of scaling.
+    """Generate a curve for each problem of one kind of scaling.
 
     Args:
         scaling: Kind of scaling.

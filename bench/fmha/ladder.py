@@ -187,7 +187,7 @@ def lacks_kernels(device: Device) -> bool:
 def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
     """Return platform and tiles for reports: tiles of the ladder on an NVIDIA GPU, otherwise of the production kernel.
 
-    ``num_ctas`` and ``occupancy`` are ``None`` on other devices than NVIDIA GPUs. The production kernel's ``occupancy``
+    ``num_ctas`` and ``occupancy`` are ``None`` on devices other than NVIDIA GPUs. The production kernel's ``occupancy``
     is ``None`` if the simulator does not model the kernel.
     """
     plan = resolve(Request(benchmark.problem), device, "forward")

@@ -160,8 +160,8 @@ class Executions:
     """Execution counts of the parts of a Pallas kernel.
 
     Attributes:
-        steps: Grid steps.
-        active: Grid steps with matrix multiplications.
+        steps: Number of grid steps.
+        active: Number of grid steps with matrix multiplications.
         tiles: Number of outer tiles. The first grid step of a tile also runs initialization code. Its last grid step
             also writes results.
         bodies: Executions of each innermost span with matrix multiplications, in the order of the spans.

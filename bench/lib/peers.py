@@ -36,7 +36,7 @@ class Peer:
         package: Import name of the required package.
         make: Function that prepares a pass of a problem for timing; raises ``ValueError`` for unsupported problems.
         about: Description.
-        only_gpus: The implementation requires an NVIDIA GPU.
+        only_gpus: True if the implementation requires an NVIDIA GPU.
     """
 
     package: str
@@ -69,7 +69,7 @@ class Peer:
 
 
 def _in_jax(function_of: Callable[[Benchmark], tuple[Function, bool]]) -> Make:
-    """Return the ``make`` attribute of an implementation in JAX.
+    """Return ``Peer.make`` for an implementation in JAX.
 
     Args:
         function_of: Returns a JAX function for a problem, and True if the JAX function computes the problem's windows.
