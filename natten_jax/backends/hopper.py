@@ -25,19 +25,19 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import EDGES
 
-#: Pairs of tiles with predicted seconds, the fastest first.
+#: Pairs of tiles, each with the predicted seconds of the pass; the fastest pair first.
 _Ranked = tuple[tuple[TilePair, float], ...]
 
 
 def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
-    """Add the cost of seams to predicted times, and sort by the new times.
+    """Multiply predicted times by the cost factor of seams, and sort the pairs of tiles by the new times.
 
-    A seam is the point of a wrapped dimension at which the first token follows the last token.
+    A seam is the wrap-around point of a dimension, at which the first token follows the last token.
 
     Args:
-        problem: The problem that the times are predicted for.
+        problem: The problem whose times are predicted.
         pass_: The pass.
-        ranked: Pairs of tiles with predicted seconds, without the cost of seams.
+        ranked: Pairs of tiles, each with the predicted seconds of the pass without seams.
     """
     if "wrap" not in problem.edges:
         return ranked
@@ -46,10 +46,10 @@ def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
 
 
 def times_as_long(problem: Problem, pass_: Pass, pair: TilePair) -> float:
-    """Return the factor by which seams increase the time of a pass.
+    """Return the predicted time of a pass relative to the same pass without seams.
 
     Args:
-        problem: A problem with dimensions that wrap.
+        problem: A problem with dimensions that wrap around.
         pass_: The pass.
         pair: Query and key/value tile.
     """
@@ -67,7 +67,7 @@ _LIMITS = native.limits(_KERNELS)
 
 
 def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
-    """Return the tile sizes, in queries and keys, of the narrowest kernels that support the head dimensions."""
+    """Return tile sizes, in queries and in keys, of the kernels for the smallest head dimension that fits a problem."""
     forms = _LIMITS["float8_forward" if problem.element.is_float8 else pass_]
     forms = ffi.narrowest_forms(HopperBackend, forms, problem)
     return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms]
@@ -98,7 +98,7 @@ class HopperBackend(NativeBackend):
             ("element.is_float8", "block_scales"): "its kernels for 8-bit arrays take factors of heads, not of blocks",
         },
         head_dim_step=_LIMITS.get("head_dim_step", 1),
-        float8_head_dim_step=_LIMITS.get("float8_head_dim_step"),  # rows are multiples of 16 bytes
+        float8_head_dim_step=_LIMITS.get("float8_head_dim_step"),  # TMA copies multiples of 16 bytes
         largest_head_dim=_LIMITS.get("largest_head_dim"),
         targets={"forward": (_FORWARD, _FORWARD_CONTINUED, _FORWARD_FLOAT8), "backward": (_BACKWARD, _STATISTICS)},
         schedules={"forward": (KernelSchedule.PING_PONG, KernelSchedule.COOPERATIVE, KernelSchedule.NON_PERSISTENT)},
@@ -116,11 +116,11 @@ class HopperBackend(NativeBackend):
         return None
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Return query and key/value tiles by predicted time, the fastest first."""
+        """Return pairs of query and key/value tiles, in order of predicted time, the fastest first."""
         return [pair for pair, _ in _ranked_pairs(problem, pass_)]
 
     def predicted_seconds(self, problem: Problem, device: Device, pass_: Pass) -> float | None:
-        """Return the predicted seconds of a pass with the recommended tiles; ``None`` if no tiles are ranked."""
+        """Return the predicted seconds of a pass with the recommended tiles; ``None`` if no pair of tiles is ranked."""
         ranked = _ranked_pairs(problem, pass_)
         return ranked[0][1] if ranked else None
 
@@ -130,13 +130,13 @@ class HopperBackend(NativeBackend):
         unused = {}
         if is_forward and problem.key_bias and plan.kernel_schedule is KernelSchedule.COOPERATIVE:
             unused = {"kernel_schedule": "uses the ping-pong schedule with a key_bias, as with kernel_schedule='pp'"}
-        # The deterministic backward kernel processes tiles in a fixed order, and does not support seams.
+        # The deterministic backward kernel processes tiles in a fixed order, and does not support wrapped dimensions.
         wraps = is_forward or not plan.performance.backward_deterministic
         is_plain = is_forward and not problem.element.is_float8 and not problem.key_bias
         return Form(wraps, is_plain and continues(_KERNELS, problem), unused)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
-        """Compute output and logsumexp; with ``earlier``, update the earlier results in place."""
+        """Compute output and logsumexp. If ``earlier`` is given, merge them into the earlier results in place."""
         if earlier is None:
             return super().forward(plan, operands, saves=saves)
         problem, (saved, seeing) = plan.problem, earlier
@@ -157,21 +157,22 @@ class HopperBackend(NativeBackend):
         return native.call(_FORWARD, types, *arrays, **_forward_attributes(plan))
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Call the statistics kernel, unless XLA computes the statistics of queries, and then the gradient kernel."""
+        """Compute the statistics of queries with XLA or with the statistics kernel, then call the gradient kernel."""
         problem, performance, inputs = plan.problem, plan.performance, operands.inputs
         (out, logsumexp, remainder), cotangents = ffi.with_kernel_ranks(problem, saved, cotangents)
         layouts, (batch, *tokens, heads, _) = ffi.layouts_operand(operands), inputs.query.shape
         if performance.backward_use_xla_reduction:
-            # Round the base-2 logsumexp as the kernels do, because their remainders are relative to the rounded value.
+            # Compute the base-2 logsumexp with one float32 product, like the kernels: the saved remainders are relative
+            # to this rounded product.
             per_query = logsumexp * np.float32(1 / math.log(2)), delta(out, *cotangents)
             statistics = jnp.stack([jnp.moveaxis(array, -1, 1) for array in per_query], axis=-1)
         else:
-            # With layouts, the kernel skips queries that see no key, such as padding.
+            # If batch entries have separate layouts, the kernel skips queries that see no key, such as padding.
             types = [ResultType((batch, heads, *out.shape[1:-2], 2), jnp.float32)]
             arrays = out, cotangents.out, logsumexp, ffi.or_nothing(cotangents.logsumexp), layouts
             (statistics,) = native.call(_STATISTICS, types, *arrays)
-        # Scratch memory: accumulators of the query gradient, a tile counter and, if deterministic, a counter per query
-        # tile that orders the additions.
+        # The scratch memory contains accumulators of the query gradient and a tile counter. The deterministic kernel
+        # also has a counter per query tile, which orders the additions to the tile's gradient.
         scratch = inputs.query.size + 1
         if performance.backward_deterministic:
             groups_and_tiles = zip(tokens, problem.dilation, plan.tiles[0], strict=True)
@@ -186,12 +187,14 @@ class HopperBackend(NativeBackend):
         return ffi.with_sinks_gradient(found, inputs, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1))
 
 
-#: Scratch memory of the forward kernels: a counter of query tiles.
+#: Scratch memory of the forward kernels, which contains a counter of query tiles.
 _SCRATCH = ResultType((1,), jnp.int32)
 
-#: Tensor maps per batch entry in the forward pass: four arrays, each with eight classes of dilation groups.
+#: Number of tensor maps per batch entry in the forward pass. Each of four arrays has eight maps, one per class of
+#: dilation groups.
 _ENTRY_MAPS = 4 * 8
-#: Tensor maps per batch entry in the backward pass: seven arrays, each with eight classes of dilation groups.
+#: Number of tensor maps per batch entry in the backward pass. Each of seven arrays has eight maps, one per class of
+#: dilation groups.
 _BACKWARD_ENTRY_MAPS = 7 * 8
 
 

@@ -1,4 +1,7 @@
-"""Arrays of a call in the layout of the ``flex`` backend's sweeps, and biases of the logits."""
+"""The arrays that a sweep of the ``flex`` backend reads, in tiles, and the biases that it adds to the logits.
+
+A sweep loops over outer tiles, each of which visits inner tiles (:mod:`natten_jax.backends.flex.geometry`).
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class AdditionalTiles(NamedTuple):
 
     @classmethod
     def from_inputs(cls, inputs: Inputs, sweep: Sweep) -> AdditionalTiles | None:
-        """Split the additional tokens of a call into tiles; return ``None`` if it has no additional tokens."""
+        """Split the additional tokens of a call into tiles; return ``None`` for a call without additional tokens."""
         keys, values = inputs.additional_keys, inputs.additional_values
         if keys is None or values is None:
             return None
@@ -62,13 +65,16 @@ class AdditionalTiles(NamedTuple):
         return cls(tile(keys), tile(values), exists.reshape(tiles, 1, 1, 1, 1, tokens))
 
     def for_tiles(self, query: RowTiles) -> tuple[TokenTiles, ValueTiles, MaskTiles]:
-        """Repeat a tile's keys and values for each query tile of a step; also return the mask of existing tokens."""
+        """Return the keys and values of a tile, repeated for each query tile of a step, and the mask of tokens.
+
+        The mask is False for padding.
+        """
         key, value = (jnp.broadcast_to(array, (query.shape[0], *array.shape)) for array in self[:2])
         return key, value, self.exists
 
 
 def untiled(tiles: jax.Array, count: int) -> jax.Array:
-    """Undo the tiling of keys or values by :class:`AdditionalTiles`: ``[batch, count, heads_kv, width]``."""
+    """Join the tiles of :class:`AdditionalTiles` to an array of keys or values, ``[batch, count, heads_kv, width]``."""
     array = jnp.moveaxis(tiles, 0, 2)
     array = array.reshape(*array.shape[:2], -1, array.shape[-1])
     return jnp.moveaxis(array[:, :, :count], 1, 2)
@@ -79,16 +85,16 @@ _Sweep = TypeVar("_Sweep", bound="PlacedSweep")
 
 
 class PlacedSweep:
-    """A sweep with the arrays of a call and the positions of the sweep's tiles.
+    """A :class:`Sweep` for one call, with the arrays that it reads and the positions of its tiles.
 
     Args:
         plan: Plan of the call.
         operands: Operands of the call.
-        pass_: The pass whose tiles are used.
+        pass_: The pass that the sweep is part of. The sweep uses the pass's tile shapes.
         outer_is_query: True if outer tiles are query tiles.
     """
 
-    #: Names of the attributes that hold arrays of the call.
+    #: Names of the attributes that are arrays; :meth:`constant` stops their gradients.
     arrays: ClassVar[Sequence[str]]
 
     def __init__(self, plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> None:
@@ -106,7 +112,7 @@ class PlacedSweep:
         self.positions = self.sweep.positions(self.origins, layout)
 
     def constant(self: _Sweep) -> _Sweep:
-        """Return a copy whose arrays and scales are constants for derivatives."""
+        """Return a copy that JAX does not differentiate with respect to its arrays and scales."""
         result = copy.copy(self)
         result.products = self.products.constant()
         for name in self.arrays:
@@ -116,12 +122,13 @@ class PlacedSweep:
     def bias(
         self, positions: TilePositions, inner_step: Scalar, key_bias: RowTiles | None
     ) -> Annotated[jax.Array, "tiles batch heads_kv queries keys"] | None:
-        """Return the biases of the logits of a step's tiles; ``None`` without biases.
+        """Return the biases to add to the logits of a step; ``None`` for a call without biases.
 
         Args:
-            positions: The positions of the tiles.
-            inner_step: Number of the inner step.
-            key_bias: Key biases of the tiles' keys, as :meth:`Sweep.load` or :meth:`Sweep.cut_outer` returns them.
+            positions: Positions of the step's tiles.
+            inner_step: Index of the inner step.
+            key_bias: Biases of the keys in the step's tiles, as :meth:`Sweep.load` or :meth:`Sweep.cut_outer` returns
+                them; ``None`` for a call without key biases.
         """
         found = None if self.tables is None else self._offset_bias(self.tables, positions, inner_step)
         if key_bias is None:
@@ -135,7 +142,7 @@ class PlacedSweep:
     def table_gradients(
         self, changes: PairTiles, positions: TilePositions, inner_step: Scalar
     ) -> Annotated[jax.Array, "tables heads *offsets"]:
-        """Compute the gradients of the bias tables from the gradients of the logits of a step's tiles."""
+        """Compute the gradients of the bias tables from a step's logit gradients ``changes``."""
         assert self.tables is not None
         if self.tables.shape[0] == 1:
             changes = jnp.sum(changes, axis=1, keepdims=True)
@@ -147,7 +154,7 @@ class PlacedSweep:
         for i, (length, size) in enumerate(zip(lengths, self.tables.shape[2:], strict=True)):
             entries = starts[:, i, None] + jnp.arange(length, dtype=jnp.int32)[None]
             goes_to = (entries[..., None] == jnp.arange(size, dtype=jnp.int32)[None, None]).astype(changes.dtype)
-            # The last einsum also sums over the tiles.
+            # The einsum of the last dimension also sums over the tiles.
             new = f"{'' if i == self.problem.rank - 1 else 't'}bh{letters.replace(letters[i], 'r')}"
             subscripts = f"tbh{letters},t{letters[i]}r->{new}"
             sums = jnp.einsum(subscripts, sums, goes_to, precision=lax.Precision.HIGHEST)
@@ -156,10 +163,10 @@ class PlacedSweep:
     def _offset_bias(
         self, tables: Annotated[jax.Array, "tables heads *offsets"], positions: TilePositions, inner_step: Scalar
     ) -> PairTiles:
-        """Look up the relative biases of all pairs of tokens of a step's tiles."""
+        """Look up the relative bias of each pair of a query and a key in a step's tiles."""
         rank = self.problem.rank
         lengths = [queries + keys for queries, keys in self.sweep.pair_extents]
-        # Entries outside of the table belong to pairs of tokens that are outside of all windows.
+        # Pad the tables: lookups outside of them are for pairs whose key is outside of the query's window.
         padded = jnp.pad(tables, [(0, 0), (0, 0), *((length, length) for length in lengths)])
         bounds = jnp.asarray([[-length for length in lengths], tables.shape[2:]], jnp.int32)
         starts = jnp.clip(self._starts(positions, inner_step), bounds[:1], bounds[1:]) - bounds[:1]
@@ -169,13 +176,16 @@ class PlacedSweep:
         return self._rows(stretches)
 
     def _starts(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
-        """Return the table index of the first diagonal of each pair of tiles: the last query with the first key."""
+        """Return the table index of the first diagonal of each pair of tiles.
+
+        On a diagonal, key minus query is constant. The first diagonal contains the last query and the first key.
+        """
         pairs = zip(self.problem.axes, self.sweep.pair_extents, strict=True)
         firsts = [axis.kernel_size - queries for axis, (queries, _) in pairs]
         return self.sweep.key_distances(positions, inner_step) + jnp.asarray([firsts], jnp.int32)
 
     def _rows(self, diagonals: Annotated[jax.Array, "tiles batch heads *diagonals"]) -> PairTiles:
-        """Expand a number per diagonal, on which key minus query is constant, to a number per pair of tokens."""
+        """Expand one number per diagonal (see :meth:`_starts`) to one number per pair of a query and a key."""
         rank = self.problem.rank
         for i, (queries, keys) in enumerate(self.sweep.pair_extents):
             diagonals = _unrolled(diagonals, 3 + 2 * i, queries, keys)
@@ -185,14 +195,18 @@ class PlacedSweep:
         return diagonals.transpose(0, 1, 2, *order).reshape(tiles, batch, self.problem.heads_kv, -1, keys)
 
     def is_needed(self, positions: TilePositions) -> Callable[[jax.Array], jax.Array] | None:
-        """Return a predicate that is True for inner steps with visible pairs; ``None`` to run all inner steps.
+        """Return a predicate that is True for inner steps in which any query sees a key; ``None`` to run all steps.
 
-        Unless the layout is padded, nearly all inner steps have visible pairs.
+        Only calls with padded layouts have a predicate, because in other calls nearly all steps would satisfy it.
         """
         return functools.partial(self.sweep.is_seen, positions) if self.problem.own_extents else None
 
     def or_nan_for_parts(self, results: _Tree) -> _Tree:
-        """Return the results, or NaN if a sweep that assumes whole arrays ran on a shard of the layout."""
+        """Return the results unchanged, or NaN if they are invalid.
+
+        In some dimensions, the number of inner steps is valid only for arrays that begin at the layout's first token
+        (:attr:`AxisSweep.assumes_whole`). The results are invalid if the arrays begin at another token of these.
+        """
         axes = [i for i, axis in enumerate(self.sweep.axes) if axis.assumes_whole]
         if self.origins is None or not axes:
             return results
@@ -201,10 +215,11 @@ class PlacedSweep:
 
 
 def _unrolled(diagonals: jax.Array, axis: int, queries: int, keys: int) -> jax.Array:
-    """Expand a dimension ``[queries + keys]`` to ``[queries, keys]``; each row starts one element before the previous.
+    """Expand a dimension ``[queries + keys]`` to ``[queries, keys]``.
 
-    The shift needs no gather: the function flattens one copy per row, and reshapes the result to rows that are shorter
-    by one element, so that each row starts one element earlier in its copy.
+    Each row is a slice of the dimension that starts one element before the slice of the previous row. No gather is
+    needed: the function flattens ``queries`` copies of the dimension, and reshapes the result to rows that are one
+    element shorter than a copy. Each row therefore starts one element earlier in its copy than the previous row.
     """
     before: Shape = diagonals.shape[:axis]
     after: Shape = diagonals.shape[axis + 1 :]
@@ -217,7 +232,10 @@ def _unrolled(diagonals: jax.Array, axis: int, queries: int, keys: int) -> jax.A
 
 
 def summed_by_key(changes: jax.Array, pair_tokens: Sequence[int]) -> jax.Array:
-    """Sum a tile's logit gradients over queries: the key bias gradients, in the layout of :meth:`Sweep.cut_outer`."""
+    """Return the key bias gradients of a key tile, in the layout of :meth:`Sweep.cut_outer`.
+
+    They are the logit gradients ``changes``, summed over queries.
+    """
     queries, keys = pair_tokens
     *outer, rows, _ = changes.shape
     by_head = changes.reshape(*outer, rows // queries, queries, keys).sum(axis=-2)
@@ -230,8 +248,8 @@ class QuerySweep(PlacedSweep):
     Attributes:
         keys: The keys, in the layout of :meth:`Sweep.split_inner`.
         values: The values, in the layout of ``keys``.
-        key_bias: Key biases, in the layout of ``keys``; ``None`` without key biases.
-        additional: Additional keys and values; ``None`` without additional tokens.
+        key_bias: Key biases, in the layout of ``keys``; ``None`` for a call without key biases.
+        additional: Additional keys and values; ``None`` for a call without additional tokens.
     """
 
     arrays = "tables", "keys", "values", "key_bias", "additional"
@@ -246,7 +264,7 @@ class QuerySweep(PlacedSweep):
     def inner_tiles(
         self, positions: TilePositions, inner_step: Scalar
     ) -> tuple[TokenTiles, ValueTiles, MaskTiles, PairTiles | None]:
-        """Load keys and values of an inner step, and return them with the mask and the biases of the logits."""
+        """Return the keys and values of an inner step, the mask, and the biases to add to the logits."""
         arrays = self.keys, self.values, self.key_bias
         key, value, key_bias = jax.tree.map(lambda array: self.sweep.load(array, positions, inner_step), arrays)
         return key, value, self.sweep.mask(positions, inner_step), self.bias(positions, inner_step, key_bias)
@@ -260,13 +278,13 @@ class QuerySweep(PlacedSweep):
         *,
         carries_plan: bool = False,
     ) -> tuple[Softmax, Softmax]:
-        """Compute two softmaxes of a step's query tiles: over only the additional tokens, and over all keys.
+        """Compute two softmaxes for a step's query tiles: one over the additional tokens only, one over all keys.
 
         Args:
-            positions: The positions of the tiles.
+            positions: Positions of the step's tiles.
             query: Query tiles.
             head_dim_v: Width of the values; ``None`` to omit the weighted sum of values.
-            rounds: Function from a loop's number of rounds to the number of rounds to run.
+            rounds: Function that receives the full number of rounds of a loop, and returns how many to execute.
             carries_plan: See :func:`softmax_weights`.
         """
 
@@ -286,16 +304,16 @@ class QuerySweep(PlacedSweep):
         return additional_softmax, repeated(rounds(self.sweep.inner_steps), visit, additional_softmax, needed)
 
     def rows(self, positions: TilePositions, query: RowTiles, given: KnownRows) -> tuple[Rows, Softmax]:
-        """Return the row statistics of a step's query tiles, recomputed with this sweep's products if necessary.
+        """Return the row statistics of a step's query tiles; recompute them if the given ones are unreliable.
 
         Args:
-            positions: The positions of the tiles.
+            positions: Positions of the step's tiles.
             query: Query tiles.
             given: Row statistics of an earlier sweep.
 
         Returns:
-            The row statistics, and the softmax over only the additional tokens, which is computed only if the given
-            statistics are unreliable.
+            The row statistics, and the softmax over the additional tokens only. If the given statistics are reliable,
+            this softmax is not computed, and has its initial value.
         """
         found = self.constant().softmax(positions, lax.stop_gradient(query), None, given.rounds)
         pairs = zip(found[1].rows, given.rows, strict=True)
@@ -308,7 +326,7 @@ class KeySweep(PlacedSweep):
     Attributes:
         queries: The queries, in the layout of :meth:`Sweep.split_inner`.
         keys: Key tiles, in the layout of :meth:`Sweep.cut_outer`.
-        key_bias: Key biases, in the layout of ``keys``; ``None`` without key biases.
+        key_bias: Key biases, in the layout of ``keys``; ``None`` if the call has no key biases.
     """
 
     arrays = "tables", "queries", "keys", "key_bias"
@@ -320,11 +338,11 @@ class KeySweep(PlacedSweep):
         self.key_bias = None if inputs.key_bias is None else self.sweep.cut_outer(inputs.key_bias)
 
     def rows(self, additional: Softmax | None, known: KnownRows) -> Annotated[jax.Array, "batch heads *coordinates 2"]:
-        """Return all row statistics in the layout of ``queries``, recomputed with this sweep's products if necessary.
+        """Return the statistics of all rows, in the layout of ``queries``; recompute unreliable ones.
 
         Args:
-            additional: Softmax over the additional tokens, ``[batch, *query_layout, heads, 1]``; ``None`` if there are
-                no additional tokens.
+            additional: ``[batch, *query_layout, heads, 1]``. Softmax over the additional tokens; ``None`` for a call
+                without additional tokens.
             known: Row statistics of an earlier sweep.
         """
         over, sweep, products = self.constant(), self.sweep, self.products.constant()
@@ -335,7 +353,7 @@ class KeySweep(PlacedSweep):
             start = jnp.where(additional_softmax.total == 0, -jnp.inf, additional_softmax.maximum)
 
         def step(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            """Find the largest scores in the first half of the rounds, and add exponentials in the second half."""
+            """Process one outer tile: update the maxima in the first half of the rounds, the totals in the second."""
             is_second = number >= sweep.steps
             outer = jnp.where(is_second, number - sweep.steps, number)
             packed, key, key_bias = jax.tree.map(

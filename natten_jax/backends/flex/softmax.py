@@ -1,7 +1,8 @@
-"""The softmax of the ``flex`` backend in each pass: scores, sums over keys, and weights.
+"""The softmax of the ``flex`` backend, for both passes: scores, sums over keys, and weights.
 
-A *score* is the product of query and key times the sign of the scale; if there are biases, the score is the logit. A
-logit is the score times the *steepness*, which is not negative. A *row* is a query of one head.
+- A *row* is a query of one head.
+- A *score* is the product of query and key times the sign of the scale. In calls with biases, it is the biased logit.
+- A logit is the score times the *steepness*: the magnitude of the scale, or 1 in calls with biases.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from natten_jax.arrays.operands import Operands, varying_like
 from natten_jax.backends.flex.geometry import MaskTiles, PairTiles, PerRow, RowTiles, Scalar, TokenTiles, ValueTiles
 from natten_jax.plan.plan import Plan, carrying_plan
 
-#: One number for all heads, or an array ``[batch, heads]``.
+#: A factor for all heads, or an array of factors, ``[batch, heads]``.
 _Factors = float | jax.Array
 
 
 class Products:
-    """Matrix products of a problem. Operands and results have the accumulator's element type.
+    """Matrix products of a problem, with operands and results in the accumulator's element type.
 
     Args:
         plan: Plan of the call.
-        scale: Scales of the logits per head, which replace the problem's scale; ``None`` to use the problem's scale.
+        scale: A separate scale of the logits for each head; ``None`` to use the problem's scale for all heads.
     """
 
     def __init__(self, plan: Plan, scale: Annotated[jax.Array, "batch heads"] | None = None):
@@ -36,13 +37,14 @@ class Products:
         self._heads = problem.heads_kv, problem.heads // problem.heads_kv
         #: Factor of all logits; 1 if each head has a separate scale.
         self.scale = problem.scale if scale is None else 1.0
-        # With a scale of inf, negative products would give -inf, the value of masked keys. Use NaN, which propagates.
+        # An infinite scale would turn negative products into -inf, which marks masked keys. NaN propagates instead.
         self._scales = scale = None if scale is None else jnp.where(jnp.isfinite(scale), scale, jnp.nan)
         #: True if biases are added to the scaled products.
         self.adds = bool(problem.biases)
         self._sign = None if scale is None else jnp.where(scale < 0, -1, 1).astype(self.dtype)
-        # TF32 represents float16 and bfloat16 values exactly, and a bfloat16 pass represents bfloat16 values exactly.
-        # Both would round float32 values, so these use full precision unless the user chose a precision.
+        # Products of 16-bit operands can use reduced precision: TF32 represents float16 and bfloat16 values exactly,
+        # and a bfloat16 pass represents bfloat16 values exactly. Reduced precision would round float32 operands, which
+        # therefore use full precision unless the user chose a precision.
         is_chosen = problem.element.bytes == 2 or plan.precision is not None
         self._precision = None if is_chosen else lax.Precision.HIGHEST
 
@@ -64,7 +66,10 @@ class Products:
         return abs(self.scale) if self._scales is None or self._sign is None else self._scales * self._sign
 
     def factors_per_row(self, factors: _Factors, rows: int) -> _Factors:
-        """Reshape factors for ``[tiles, batch, heads_kv, rows, ...]``; rows are ordered by head, then by token."""
+        """Reshape factors to broadcast against ``[tiles, batch, heads_kv, rows, ...]``.
+
+        Rows are ordered by head, then by token.
+        """
         if not isinstance(factors, jax.Array):
             return factors
         heads_kv, repeats = self._heads
@@ -74,7 +79,7 @@ class Products:
 
     @staticmethod
     def factors_per_token(factors: _Factors, rank: int) -> _Factors:
-        """Reshape factors for ``[batch, *layout, heads, width]``."""
+        """Reshape factors to broadcast against ``[batch, *layout, heads, width]``."""
         if not isinstance(factors, jax.Array):
             return factors
         return factors.reshape(factors.shape[0], *(1,) * rank, factors.shape[1], 1)
@@ -84,16 +89,17 @@ class Products:
         return rows if self._scales is None else self.factors_per_row(self._scales, rows.shape[-2]) * rows
 
     def constant(self) -> Products:
-        """Return a copy whose scales are constants for derivatives."""
+        """Return a copy that JAX does not differentiate with respect to its scales."""
         result = copy.copy(self)
         result._scales = lax.stop_gradient(self._scales)
         return result
 
     def with_constant_maximum(self, rows: Rows) -> Rows:
-        """Make the maximum logit of each row a constant for derivatives, even if the scale per head is differentiable.
+        """Return row statistics that make the maximum logit of each row a constant when JAX differentiates weights.
 
-        The maximum logit is the maximum score times the steepness. The number subtracted from ``log_total`` is zero,
-        and its derivative cancels the derivative of that product.
+        The maximum logit is the maximum score times the steepness. It therefore depends on the scale of the head, which
+        JAX may differentiate. The function subtracts an expression from ``log_total`` that is zero, and whose
+        derivative with respect to the scale cancels the derivative of the maximum logit.
         """
         if self._scales is None or self.adds:
             return rows
@@ -102,7 +108,10 @@ class Products:
         return Rows(rows.maximum, rows.log_total - change)
 
     def scores(self, query: RowTiles, key: TokenTiles, bias: PairTiles | None = None) -> PairTiles:
-        """Compute the scores: ``query key^T`` times the sign of the scale or, with biases, the biased logits."""
+        """Compute the scores. In calls with biases, they are the biased logits.
+
+        In other calls, they are ``query key^T`` times the sign of the scale.
+        """
         if self.adds:
             logits = self.scaled(self.scale * self.inner(query, key))
             return logits if bias is None else logits + bias
@@ -111,7 +120,7 @@ class Products:
         return self.inner(query if self.scale >= 0 else -query, key)
 
     def inner(self, rows: RowTiles, tokens: TokenTiles) -> PairTiles:
-        """Compute ``rows tokens^T``: a number per row and token."""
+        """Compute ``rows tokens^T``, one inner product per pair of a row and a token."""
         return self._product("cbhqd,cbhkd->cbhqk", rows, tokens)
 
     def mix(self, weights: PairTiles, value: TokenTiles) -> RowTiles:
@@ -119,7 +128,7 @@ class Products:
         return self._product("cbhqk,cbhkd->cbhqd", weights, value)
 
     def mix_rows(self, weights: PairTiles, rows: RowTiles) -> TokenTiles:
-        """Compute ``weights^T rows``: a sum over rows per token."""
+        """Compute ``weights^T rows``, one weighted sum of rows per token."""
         return self._product("cbhqk,cbhqd->cbhkd", weights, rows)
 
     def _product(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -129,10 +138,10 @@ class Products:
 
 
 class Softmax(NamedTuple):
-    """Softmax of rows over the keys seen so far.
+    """State of the online softmax of rows, over the keys that a sweep has processed so far.
 
     Attributes:
-        maximum: Largest score; ``-inf`` if the row has seen no key.
+        maximum: Largest score; ``-inf`` if all keys so far were masked out.
         total: Sum over keys of ``exp(logit - largest logit)``.
         mixed: Sum of the values, weighted by these exponentials; ``None`` if it is not needed.
     """
@@ -143,12 +152,12 @@ class Softmax(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """Row statistics: maxima, and logarithms of the totals."""
+        """The maxima, and the logarithms of the totals; a total of 0 gives 0."""
         return Rows(self.maximum, jnp.where(self.total == 0, 0, jnp.log(self.total)))
 
     @classmethod
     def empty(cls, rows: tuple[int, ...], head_dim_v: int | None, dtype: jnp.dtype) -> Softmax:
-        """Return the initial softmax of rows, before they have seen a key."""
+        """Return the initial state of the softmax, before any key."""
         mixed = None if head_dim_v is None else jnp.zeros((*rows, head_dim_v), dtype)
         return cls(jnp.full((*rows, 1), -jnp.inf, dtype), jnp.zeros((*rows, 1), dtype), mixed)
 
@@ -163,7 +172,7 @@ class Softmax(NamedTuple):
         *,
         carries_plan: bool = False,
     ) -> Softmax:
-        """Return the softmax updated with further keys; for ``carries_plan`` see :func:`softmax_weights`."""
+        """Return the softmax updated with further keys; :func:`softmax_weights` describes ``carries_plan``."""
         scores = jnp.where(mask, products.scores(query, key, bias), -jnp.inf)
         maximum = jnp.maximum(self.maximum, scores.max(axis=-1, keepdims=True))
         steepness = products.factors_per_row(products.steepness, scores.shape[-2])
@@ -177,7 +186,7 @@ class Softmax(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Statistics of rows, from which weights are computed.
+    """Softmax statistics of rows: the weight of a key is ``exp(logit - largest logit - log_total)``.
 
     Attributes:
         maximum: Largest score.
@@ -190,7 +199,7 @@ class Rows(NamedTuple):
 
 def exponentials(products: Products, scores: PairTiles, maximum: PerRow, *, carries_plan: bool = False) -> PairTiles:
     """Compute ``exp(logit - largest logit)``, given the largest score ``maximum``; 0 for masked keys."""
-    # Mask again: with a scale of 0, masked logits would not be -inf.
+    # Mask the logits in addition to the scores: a steepness of 0 turns a score of -inf into NaN.
     steepness = products.factors_per_row(products.steepness, scores.shape[-2])
     return _exp(jnp.where(scores != -jnp.inf, steepness * (scores - reference(maximum)), -jnp.inf), carries_plan)
 
@@ -207,12 +216,12 @@ def softmax_weights(
 ) -> PairTiles:
     """Compute softmax weights; 0 for keys that a row does not see.
 
-    ``carries_plan`` is set in one sweep of a pass: the exponential then carries the plan as metadata, because XLA keeps
-    exponentials in the compiled program.
+    If ``carries_plan`` is True, the plan is attached to the exponential as metadata. Callers set it in one sweep of a
+    pass. The plan is attached to an exponential because XLA keeps exponentials in the compiled program.
     """
     steepness = products.factors_per_row(products.steepness, query.shape[-2])
     below = steepness * (products.scores(query, key, bias) - reference(rows.maximum))
-    # A recomputed score may exceed the maximum by rounding, which matters for large scores: limit the difference to 0.
+    # Limit the difference to 0: recomputed scores are rounded differently, and large scores may exceed the maximum.
     below = below - lax.stop_gradient(jnp.maximum(below, 0))
     return _exp(jnp.where(mask, below - rows.log_total, -jnp.inf), carries_plan)
 
@@ -223,21 +232,21 @@ def _exp(logits: PairTiles, carries_plan: bool) -> PairTiles:
 
 
 def reference(maximum: PerRow) -> PerRow:
-    """Return the number to subtract from scores: the maximum, or 0 for a row that has seen no key."""
+    """Return the number to subtract from a row's scores: their maximum, or 0 if the maximum is ``-inf``."""
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
-#: A float32 logit of at most this magnitude has a rounding error below 2e-5, and so the relative error of its weight is
-#: below 2e-5.
+#: A float32 logit of at most this magnitude has a rounding error below 2e-5. The error changes the weight of the key by
+#: a factor that differs from 1 by less than about 2e-5.
 LARGEST_RELIABLE_LOGIT = 256.0
 
 
 class KnownRows(NamedTuple):
-    """Row statistics that are available before a sweep.
+    """Row statistics that an earlier sweep computed.
 
     Attributes:
-        rows: Row statistics of another sweep.
-        is_unreliable: True if the sweep must recompute them.
+        rows: The row statistics; zeros if no earlier sweep has computed them.
+        is_unreliable: True if they must be recomputed before weights are computed.
     """
 
     rows: Rows
@@ -245,7 +254,10 @@ class KnownRows(NamedTuple):
 
     @classmethod
     def from_residuals(cls, products: Products, operands: Operands, residuals: jax.Array | None) -> KnownRows:
-        """Return the row statistics in residuals as constants for derivatives; unreliable zeros without residuals."""
+        """Return the row statistics in the residuals of a forward pass. JAX does not differentiate them.
+
+        Without residuals, return zeros that are marked as unreliable.
+        """
         if residuals is None:
             per_row = (*operands.inputs.query.shape[:-1], 1)
             nothing = varying_like(jnp.zeros(per_row, products.dtype), operands)
@@ -254,15 +266,19 @@ class KnownRows(NamedTuple):
         return cls(Rows(residuals[..., :1], residuals[..., 1:]), _may_be_large(products.constant(), operands))
 
     def rounds(self, count: int) -> Scalar:
-        """Return the number of rounds of a loop to run: ``count`` if the rows are unreliable, otherwise 0."""
+        """Return the number of rounds to execute in a loop that recomputes statistics.
+
+        This is ``count`` if the statistics are unreliable, otherwise 0.
+        """
         return jnp.where(self.is_unreliable, count, 0).astype(jnp.int32)
 
 
 def _may_be_large(products: Products, operands: Operands) -> Scalar:
-    """Return True if the magnitude of a logit of finite numbers may exceed ``LARGEST_RELIABLE_LOGIT``.
+    """Return True if the magnitude of a logit may exceed ``LARGEST_RELIABLE_LOGIT``.
 
-    Rows are recomputed for the whole batch or not at all, and recomputed rows round differently. Numbers that are not
-    finite are ignored, so that they do not affect other batch entries. Their rows have NaN weights in both cases.
+    Elements that are not finite are ignored. Otherwise, such an element in one batch entry would cause row statistics
+    to be recomputed for the whole batch, which changes the rounding of other entries. A row with a logit of NaN or
+    ``inf`` has NaN weights, whether its statistics are recomputed or not.
     """
 
     def square(array: jax.Array) -> jax.Array:
@@ -273,7 +289,7 @@ def _may_be_large(products: Products, operands: Operands) -> Scalar:
     keys = square(operands.inputs.key)
     if operands.inputs.additional_keys is not None:
         keys = jnp.maximum(keys, square(operands.inputs.additional_keys))
-    # If the product overflows, it counts as exceeding the bound.
+    # The comparisons are negated, so that an overflow to inf, or to NaN by ``0 * inf``, counts as exceeding the bound.
     scale = jnp.abs(jnp.asarray(products.factors, products.dtype))
     scale = jnp.max(jnp.where(jnp.isfinite(scale), scale, 0))
     largest = square(operands.inputs.query) * keys

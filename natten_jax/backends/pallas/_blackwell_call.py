@@ -1,4 +1,4 @@
-"""Static facts of a call of the Blackwell kernels: lines of tokens, visits, and work items."""
+"""Array layouts and work items of a call of the Blackwell kernels, and the boxes of keys that a work item visits."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ from natten_jax.backends.pallas._common import Layout, Scalar, StaticCall, finit
 from natten_jax.native.module import KERNEL_RANK, with_kernel_tiles
 from natten_jax.plan.plan import Plan
 
-#: Rows (lanes of tensor memory) and columns of a matrix of logits.
+#: Number of rows (lanes of tensor memory), and number of columns, of a matrix of logits.
 ROWS = 128
 KEYS = 128
-#: Tokens per piece of a line: one group of rows in the tensor cores' layout of shared memory.
+#: Along the last dimension, tiles and boxes begin at multiples of this number of tokens, and have extents that are
+#: multiples of it. This is the number of rows per tile in the tensor cores' layout of shared memory.
 PIECE = 8
 #: Maximum elements per block of a head.
 BLOCK = 64
-#: Thread blocks of a persistent launch: the number of SMs of a B200 or B300. Other numbers also give correct results.
+#: Number of thread blocks of a persistent launch, equal to the number of SMs of a B200 or B300. On GPUs with another
+#: number of SMs, results are also correct.
 MULTIPROCESSORS = 148
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Layout of an array as lines of tokens along the last token dimension. Kernels copy pieces of lines.
+    """Layout of an array as lines of tokens along the last token dimension, ``z``.
 
-    ``[batch, x, y, z, heads, width]`` is reshaped to ``[batch * x * y, z / dilation, columns, block]`` without a copy.
-    A column is a block of at most 64 elements, in one head and one dilation group. TMA copies a piece of a line, whose
-    tokens are ``dilation`` apart, as rows of a matrix, and fills rows after the end with zeros. The array is padded,
-    and copied, only if its last token extent is not a multiple of ``dilation`` times :data:`PIECE` tokens.
+    An array ``[batch, x, y, z, heads, width]`` is reshaped to ``[batch * x * y, z / dilation, columns, block]``. The
+    first dimension is the line. A column is a block of at most 64 elements of one head in one dilation group of ``z``.
+
+    Each TMA copy transfers consecutive tokens of one line and dilation group, one column wide, as rows of a matrix in
+    shared memory. Rows after the end of the line are filled with zeros. The reshape is free if ``z`` is a multiple of
+    ``dilation`` times :data:`PIECE`. Otherwise, the array is padded, which copies it.
 
     Attributes:
         batch: Batch entries.
@@ -55,7 +59,7 @@ class Lines:
 
     @classmethod
     def for_array(cls, array: jax.Array, dilation: Sequence[int]) -> Lines:
-        """Return the layout of ``[batch, *extents, heads, width]``."""
+        """Return the layout of an array ``[batch, *extents, heads, width]``."""
         batch, *extents, heads, width = array.shape
         missing = (1,) * (KERNEL_RANK - len(extents))
         return cls(batch, missing + tuple(extents), missing + tuple(dilation), heads, width, len(extents))
@@ -71,7 +75,7 @@ class Lines:
 
     @property
     def length(self) -> int:
-        """Tokens per line and dilation group, padded to whole pieces."""
+        """Tokens of a line in one dilation group, padded to a multiple of :data:`PIECE`."""
         return -(-self.extents[-1] // (self.dilation[-1] * PIECE)) * PIECE
 
     @property
@@ -93,17 +97,20 @@ class Lines:
         return lines.reshape(self.batch, *self.extents[KERNEL_RANK - self.rank :], self.heads, self.width)
 
     def line(self, batch: Scalar, tokens: Sequence[Scalar]) -> Scalar:
-        """Return the line of a token. Tokens outside of the array map to the last line; their logits are masked."""
+        """Return the index of the line that contains a token.
+
+        For a coordinate outside of the array, use the last valid coordinate. The logits of such tokens are masked.
+        """
         x, y = (jnp.minimum(token, extent - 1) for token, extent in zip(tokens, self.extents, strict=False))
         return (batch * self.extents[0] + x) * self.extents[1] + y
 
     def column(self, group: Scalar, head: Scalar) -> Scalar:
-        """Return the first column of a head in a dilation group."""
+        """Return the index of the first column of a head in a dilation group."""
         return (group * self.heads + head) * self.blocks
 
 
 class Item(NamedTuple):
-    """A work item: a tile of a head in a dilation group."""
+    """A work item: one tile, of one head and one dilation group."""
 
     batch: Scalar
     head: Scalar
@@ -113,7 +120,7 @@ class Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call(StaticCall):
-    """Static facts of a call."""
+    """Plan, array layouts and visited boxes of a call."""
 
     columns = "start", "count", "core_first", "core_end", "key_group"
     queries: Lines
@@ -136,12 +143,12 @@ class Call(StaticCall):
 
     @property
     def halves(self) -> int:
-        """Number of matrices of logits in flight: the parts (1 or 2) of a query tile."""
+        """Number of halves of a query tile, each with its own matrix of logits; 1 if the tile is not divided."""
         return math.prod(self.q_tile) // ROWS
 
     @property
     def half_tile(self) -> tuple[int, ...]:
-        """Queries per half of a tile along each of three dimensions; all queries of the tile if it is not divided."""
+        """Queries per half of a tile along each of three dimensions; all queries if the tile is not divided."""
         x, y, z = self.q_tile
         if self.halves == 1:
             return self.q_tile
@@ -149,16 +156,16 @@ class Call(StaticCall):
 
     @property
     def first_dim(self) -> int:
-        """Index of the problem's first token dimension among the three dimensions."""
+        """Index of the problem's first token dimension among the kernels' three token dimensions."""
         return KERNEL_RANK - self.plan.problem.rank
 
     @property
     def group_heads(self) -> int:
-        """Query heads per key head."""
+        """Number of query heads per key/value head."""
         return self.queries.heads // self.keys.heads
 
     def extents(self, *, owns_keys: bool = False) -> list[int]:
-        """Return the number of batch entries and heads, and of groups and tiles along each dimension.
+        """Return the extents of the grid of work items: batch entries, heads, then groups and tiles per dimension.
 
         Args:
             owns_keys: True for work items that own a key tile, False for work items that own a query tile.
@@ -171,9 +178,12 @@ class Call(StaticCall):
         return math.prod(self.extents(owns_keys=owns_keys))
 
     def item(self, number: Scalar, *, owns_keys: bool = False) -> Item:
-        """Return a work item by number. Tiles of a head have consecutive numbers. Groups are query dilation groups."""
+        """Return the work item with a number; the tiles of one head and dilation group have consecutive numbers.
+
+        The item's group is a dilation group of queries, even if the item owns a key tile.
+        """
         found = unravel(number, self.extents(owns_keys=owns_keys))
-        # Make static indices traced: JAX checks the static bounds of slices, and slices of padding exceed these.
+        # Convert static indices to traced ones: JAX rejects static slices that exceed an array, as in padding.
         batch, head, *indices = (jnp.zeros_like(number) if isinstance(index, int) else index for index in found)
         return Item(batch, head, indices[:KERNEL_RANK], indices[KERNEL_RANK:])
 
@@ -185,28 +195,31 @@ class Call(StaticCall):
         return number
 
     def rows(self, item: Item) -> list[Scalar]:
-        """Return the item's row in the tables of each dimension."""
+        """Return the row of an item's query tile in the box table of each dimension."""
         return [g * v.q_tiles + t for g, t, v in zip(item.group, item.tile, self.visits, strict=True)]
 
     def bounds(self) -> list[jax.Array]:
-        """Return first and end of the keys that each query of a tile sees: ``[groups * tiles, 2, queries]`` arrays."""
+        """Return the first and the end of the keys that each query sees, ``[groups * tiles, 2, queries]``.
+
+        The list has one array per dimension.
+        """
         arrays = (v.bounds_of_tokens(dim, self.q_tile) for dim, v in enumerate(self.visits))
         return [array.reshape(-1, *array.shape[2:]) for array in arrays]
 
     @property
     def _rows_layout(self) -> Layout:
-        """Layout of query statistics, in which tiles have the order of work items."""
+        """Layout of query statistics, with tiles in the order of work items."""
         extents = self.queries.extents[self.first_dim :]
         return Layout.for_queries(self.visits, extents, self.queries.heads, 1)
 
     def unpacked_items(self, statistics: jax.Array) -> list[jax.Array]:
-        """Convert ``[items, arrays, queries]`` to arrays ``[batch, *tokens, heads]``."""
+        """Convert an array ``[items, arrays, queries]`` to a list of arrays, ``[batch, *tokens, heads]`` each."""
         layout, count = self._rows_layout, statistics.shape[1]
         leading = self.queries.batch * self.queries.heads, 1, math.prod(layout.groups)
         return layout.unpacked(statistics.reshape(*leading, *layout.grid, count, layout.tile_tokens))
 
     def in_items(self, arrays: Sequence[jax.Array], padding: float) -> jax.Array:
-        """Invert :meth:`unpacked_items`, and fill the padding of tiles with the number ``padding``."""
+        """Invert :meth:`unpacked_items`, and set the padding of tiles to the number ``padding``."""
         return self._rows_layout.in_tiles(arrays, padding).reshape(self.items(), len(arrays), -1)
 
 
@@ -215,12 +228,12 @@ class Boxes:
     """The boxes of keys that a work item visits.
 
     Attributes:
-        call: Static facts of the call.
-        firsts: First key of the first box along each dimension.
-        counts: Number of boxes along each dimension.
-        core_firsts: First key that all queries see along each dimension.
-        core_ends: End of the keys that all queries see along each dimension.
-        groups: Dilation group of the keys along each dimension.
+        call: The call.
+        firsts: Index of the first key of the first box, per dimension.
+        counts: Number of boxes, per dimension.
+        core_firsts: Index of the first key that all queries of the tile see, per dimension.
+        core_ends: Exclusive end of the keys that all queries of the tile see, per dimension.
+        groups: Dilation group of the keys, per dimension.
     """
 
     call: Call
@@ -232,7 +245,7 @@ class Boxes:
 
     @classmethod
     def for_item(cls, call: Call, item: Item, tables: Sequence[Any]) -> Boxes:
-        """Read the boxes of an item from the box tables, whose columns are in the order of the attributes."""
+        """Read the boxes of an item's query tile from the box tables (:attr:`StaticCall.box_tables`)."""
         rows = [call.columns_of(table, row) for table, row in zip(tables, call.rows(item), strict=True)]
         return cls(call, *([row(name) for row in rows] for name in call.columns))
 
@@ -242,24 +255,27 @@ class Boxes:
         return math.prod(self.counts[1:], start=self.counts[0])
 
     def first(self, number: Scalar) -> list[Scalar]:
-        """Return the first key along each dimension of the box with a number."""
+        """Return the index of the first key of a box, per dimension, given the number of the box."""
         at = unravel(number, self.counts)
         return [start + n * extent for start, n, extent in zip(self.firsts, at, self.call.box, strict=True)]
 
     def is_full(self, first: Sequence[Scalar]) -> Scalar:
-        """Return True if all queries see all keys of a box."""
+        """Return True if all queries of the tile see all keys of the box that begins at ``first``."""
         bounds = zip(first, self.call.box, self.core_firsts, self.core_ends, strict=True)
         inside = [(at >= core_first) & (at + extent <= core_end) for at, extent, core_first, core_end in bounds]
         return functools.reduce(jnp.logical_and, inside[self.call.first_dim :])
 
 
 def call_of(plan: Plan, operands: Operands) -> Call:
-    """Return the static facts of a call, with its visits."""
+    """Return the :class:`Call` of a pass."""
     inputs, dilation = operands.inputs, plan.problem.dilation
     visits = visits_of(plan, operands, PIECE, whole_boxes=True, pads=False)
     return Call(plan, Lines.for_array(inputs.query, dilation), Lines.for_array(inputs.key, dilation), visits)
 
 
 def blocks_of(items: int) -> int:
-    """Return the number of thread blocks of a persistent launch; with a symbolic batch size, some may be idle."""
+    """Return the number of thread blocks of a persistent launch for ``items`` work items.
+
+    If the number of items is symbolic, this is the maximum number of blocks, and some blocks may be idle.
+    """
     return MULTIPROCESSORS if export.is_symbolic_dim(items) else min(items, MULTIPROCESSORS)

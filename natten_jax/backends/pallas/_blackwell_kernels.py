@@ -1,13 +1,15 @@
 """The kernels for Blackwell GPUs.
 
-In the forward kernel, a tile of 256 queries is processed as two halves at a time, a tile of 128 queries as one half.
-Each half has a warpgroup, in which each thread owns a row of logits. The tensor cores work on one half while the
-warpgroup of the other half computes weights.
+In the forward kernel, a thread block processes one query tile at a time. A tile of 256 queries has two halves, which
+are processed concurrently; a tile of 128 queries counts as one half. Each half has a warpgroup, in which each thread
+owns a row of logits. The tensor cores work on one half while the warpgroup of the other half computes weights.
 
 There are two backward kernels. In the query gradient kernel, a thread block owns one query tile at a time, and visits
 boxes of keys. In the key/value gradient kernel, it owns one key tile at a time, and visits query tiles. A thread block
-has three warpgroups. In two warpgroups, each thread owns half a row of logits. In the third warpgroup, one warp copies
-tiles and another warp issues matrix products. Sums over pairs of tiles always have the same order.
+has three warpgroups. In two of them, each thread owns half a row of logits.
+
+In all kernels, one more warpgroup has one warp that copies tiles, and one warp that issues matrix products. Sums over
+pairs of tiles are always accumulated in the same order.
 """
 
 from __future__ import annotations
@@ -32,15 +34,16 @@ from natten_jax.backends.pallas._common import STATISTICS, Scalar, divided, unra
 from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 
-#: Number of boxes of keys, and of values, in shared memory at a time.
+#: Number of slots in shared memory for boxes of keys, and number of slots for boxes of values.
 STAGES = 2
 _SUMS_AT_A_TIME = 32  # columns of the weighted sums of values that are in registers at a time
 #: Number of warpgroups that share a matrix of logits; each warpgroup owns half of the columns.
 HALVES = 2
 _COLUMNS = KEYS // HALVES
-#: Columns per tile of shared memory, for a matrix that the tensor cores transpose.
+#: Columns per tile of the shared-memory layout, for matrices that the tensor cores read transposed.
 _TRANSPOSED = 64
-#: Maximum head dimension with which queries and cotangents have two slots in shared memory.
+#: Maximum head dimension for which the key/value gradient kernel has two slots in shared memory for the queries that it
+#: visits, and two for their output cotangents.
 _WIDEST_OF_TWO_SLOTS = 64
 
 
@@ -48,18 +51,18 @@ _WIDEST_OF_TWO_SLOTS = 64
 
 
 def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array) -> Sequence[jax.Array]:
-    """Compute the output, and maxima and sums of the softmax.
+    """Compute the output, and the maxima and sums of the softmax.
 
     Args:
-        call: Static facts of the call.
+        call: The call.
         query: The query, in the layout of ``call.queries``.
         key: The key, in the layout of ``call.keys``.
         value: The value, in the layout of ``call.keys``.
         scale: float32 ``[batch * heads]``. Scales of the logits.
 
     Returns:
-        The output, in the layout of the query; and maxima of the logits in base 2 and sums of the weights,
-        ``[items, 2, queries]``.
+        The output, in the layout of the query; and an array ``[items, 2, queries]``, which contains the maximum of each
+        query's logits in base 2, and the sum of the query's weights.
     """
     statistics = jax.ShapeDtypeStruct((call.items(), 2, call.halves * ROWS), jnp.float32)
     return gpu.launch(
@@ -75,24 +78,25 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 
 
 def forward_memory(call: Call, dtype: Any) -> dict[str, Any]:
-    """Return shared memory, tensor memory and barriers by name; box ``j`` of keys uses slot ``j % STAGES``.
+    """Return the shared memory, tensor memory and barriers of a thread block, by name.
 
     Memory:
 
-    - ``query``: ``[halves, blocks, rows, block]``. The query tile; at the end, the output tile.
-    - ``key``, ``value``: ``[stages, blocks, keys, block]``.
-    - ``logits``: Tensor memory per half. Logits, and weights in the same memory.
+    - ``query``: Shared memory, ``[halves, blocks, rows, block]``. Queries; later, the output overwrites them.
+    - ``key``, ``value``: Shared memory, ``[stages, blocks, keys, block]``. Box ``j`` uses slot ``j % STAGES``.
+    - ``logits``: Tensor memory per half. Logits, which weights overwrite.
     - ``mixed``: Tensor memory per half. Weighted sums of values.
 
     Barriers, with the event that each signals:
 
-    - ``query_is_in``, per half: queries are copied in. ``query_is_out``, per half: the output is copied out.
-    - ``key_is_in``, ``value_is_in``, per slot: the box is copied in.
+    - ``query_is_in``, per half: the queries have been copied to shared memory.
+    - ``query_is_out``, per half: the output has been copied from shared memory.
+    - ``key_is_in``, ``value_is_in``, per slot: the box has been copied to shared memory.
     - ``key_is_out``, ``value_is_out``, per slot: the products with the box are complete.
-    - ``logits_are_in``, per half: logits are complete.
-    - ``weights_are_in``, per half: weights are complete, and earlier sums are rescaled.
-    - ``weights_are_out``, per half: the product with the weights is complete, and logits may overwrite the weights.
-    - ``mixed_is_in``, per half: the last product with values, if any, is complete.
+    - ``logits_are_in``, per half: the logits are complete.
+    - ``weights_are_in``, per half: the weights are complete, and the sums over earlier boxes have been rescaled.
+    - ``weights_are_out``, per half: the product with the weights is complete, so that logits can overwrite the weights.
+    - ``mixed_is_in``, per half: all products of the item are complete.
     """
     lines, halves = call.queries, call.halves
     query_copies, key_copies = (shape[0] * shape[1] * lines.blocks for shape in (call.half_tile, call.box))
@@ -119,16 +123,18 @@ def forward_memory(call: Call, dtype: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardBlock:
-    """A thread block of the forward kernel; see :func:`natten_jax.backends.pallas._blackwell_memory.launch`.
+    """A thread block of the forward kernel.
+
+    The documentation of :func:`natten_jax.backends.pallas._blackwell_memory.launch` describes the methods.
 
     Attributes:
-        call: Static facts of the call.
+        call: The call.
         memory: References to the memory and barriers of :func:`forward_memory`.
-        results: References to the output, and to maxima and sums.
+        results: References to the output, and to the array of maxima and sums.
         arrays: References to queries, keys and values.
         scales: Reference to the scales of the logits in base 2, one per batch entry and head.
-        tables: References to box tables.
-        bounds: References to the bounds of windows.
+        tables: References to the box tables.
+        bounds: References to the arrays of :meth:`Call.bounds`.
     """
 
     call: Call
@@ -140,7 +146,7 @@ class ForwardBlock:
     bounds: Sequence[Any]
 
     def load(self, number: Scalar, state: Sequence[Scalar]) -> tuple[Scalar, Scalar]:
-        """Copy the queries of an item, and the boxes of keys and values that they see."""
+        """Start copies of an item's queries, and of the boxes of keys and values that they visit."""
         items, before = state
         call, memory, (query, key, value) = self.call, self.memory, self.arrays
         owned = owned_queries(call, number, self.tables)
@@ -162,14 +168,17 @@ class ForwardBlock:
         return items + 1, before + owned.count
 
     def drain(self, state: Sequence[Scalar]) -> None:
-        """Wait for the last products and copies."""
+        """Wait until the last products and copies of the thread block are complete."""
         items, loaded = state
         gpu.drain((self.memory.key_is_out, self.memory.value_is_out), loaded, STAGES)
         for half in range(self.call.halves):
             gpu.wait_if(items > 0, self.memory.query_is_out.at[half])
 
     def multiply(self, number: Scalar, before: Scalar) -> Scalar:
-        """Issue the matrix products of an item; while warpgroups compute weights, issue the next box's logits."""
+        """Issue the matrix products of an item.
+
+        For each half, the product of queries and the next box's keys follows the product of weights and values.
+        """
         call, memory = self.call, self.memory
         count = Boxes.for_item(call, call.item(number), self.tables).count
         for half in range(call.halves):
@@ -196,26 +205,30 @@ class ForwardBlock:
             pl.when(goes_on)(lambda: plgpu.tcgen05_commit_arrive(memory.key_is_out.at[next_slot]))
 
         jax.lax.fori_loop(0, count, step, None)
-        # Arrive even without products: the output must not overwrite the queries before their copy is complete.
+        # Arrive also if the item visits no box. The warpgroups wait for this barrier before the output overwrites the
+        # queries, so that the copy of the queries is complete by then.
         for half in range(call.halves):
             plgpu.tcgen05_commit_arrive(memory.mixed_is_in.at[half])
         return before + count
 
     def _multiply_keys(self, half: int, slot: Scalar) -> None:
-        """Issue the product of a half's queries and the keys of a slot."""
+        """Issue the product of the queries of a half and the keys in a slot."""
         memory = self.memory
         query, key = memory.query.at[half], memory.key.at[slot]
         gpu.multiply_tiles(self.call.queries, memory.logits[half][0], query, key)
         plgpu.tcgen05_commit_arrive(memory.logits_are_in.at[half])
 
     def _replace_weights(self, half: int, slot: Scalar) -> None:
-        """Issue the next box's logits after the product with values has read the weights in the same tensor memory."""
+        """Wait until the product with values has read the weights, then issue the product that overwrites them.
+
+        This is the product of the queries of a half and the next box's keys, which are in ``slot``.
+        """
         plgpu.tcgen05_commit_arrive(self.memory.weights_are_out.at[half])
         gpu.wait(self.memory.weights_are_out.at[half])
         self._multiply_keys(half, slot)
 
     def weigh(self, half: int, number: Scalar) -> None:
-        """Compute weights from the logits of a half, and the output from its weighted sums of values."""
+        """Compute the weights of a half for each box, and then the output of the half."""
         call, memory = self.call, self.memory
         item = call.item(number)
         boxes = Boxes.for_item(call, item, self.tables)
@@ -247,14 +260,20 @@ class ForwardBlock:
         plgpu.barrier_arrive(memory.query_is_out.at[half])
 
     def _rescale(self, half: int, change: jax.Array) -> None:
-        """Rescale earlier sums, which are complete: their products were issued before the product for these logits."""
+        """Multiply the weighted sums over earlier boxes by ``change``, a factor per row.
+
+        These sums are complete when the current box's logits are, because their products were issued earlier.
+        """
         mixed = self.memory.mixed[half]
         for first in range(0, mixed.shape[1], _SUMS_AT_A_TIME):  # the registers cannot store all columns
             part = mixed.at[:, pl.ds(first, _SUMS_AT_A_TIME)]
             plgpu.async_store_tmem(part, gpu.load_matrix(part) * gpu.columns(change, _SUMS_AT_A_TIME))
 
     def _write(self, item: Item, half: int, total: jax.Array) -> None:
-        """Divide the weighted sums of a half by ``total``, and copy them out through its queries' shared memory."""
+        """Divide the weighted sums of a half by ``total``, and start to copy the quotients to the output.
+
+        The copy reads shared memory, in which the quotients overwrite the queries of the half.
+        """
         call, tiles = self.call, self.memory.query.at[half]
         lines = call.queries
         mixed = gpu.load_matrix(self.memory.mixed[half])
@@ -271,7 +290,7 @@ class ForwardBlock:
 
 
 def _slot(box: Scalar) -> Scalar:
-    """Return the slot of a box of keys, given its number; a thread block numbers boxes across all its items."""
+    """Return the slot of a box of keys, given its number in the sequence of boxes of all items of a thread block."""
     return jax.lax.rem(box, STAGES)
 
 
@@ -303,10 +322,12 @@ def gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangen
 
 
 def _split_scale(call: Call, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split scales ``[batch, heads]`` into flat factors, and the largest magnitudes of scales ``[batch, heads_kv]``.
+    """Split the scales of the logits, ``[batch, heads]``, into factors of query heads and of key heads.
 
-    Factors have magnitudes of at most 1. They are applied before the gradients of logits are rounded and summed over
-    the query heads of a key head, and must not make these gradients so small that they lose digits.
+    The factor of a key head, ``[batch, heads_kv]``, is the largest magnitude of the scales of its query heads. The
+    factor of a query head is its scale divided by the factor of its key head. These factors are returned first, in a
+    flat array. Logit gradients are multiplied by them before they are rounded and summed over the query heads of a key
+    head. The division prevents small scales from making these gradients so small that rounding loses digits.
     """
     groups = scale.reshape(call.keys.batch, call.keys.heads, call.group_heads)
     largest = jnp.max(jnp.abs(groups), axis=-1)
@@ -314,7 +335,7 @@ def _split_scale(call: Call, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _launch(call: Call, results: Sequence[Any], *operands: Any, owns_keys: bool = False) -> Sequence[jax.Array]:
-    """Launch a backward kernel with the operands of :class:`BackwardBlock`."""
+    """Launch a backward kernel. ``operands`` are the last attributes of :class:`BackwardBlock`, from ``arrays`` on."""
     items = call.items(owns_keys=owns_keys)
     slots = 1 if owns_keys and call.queries.width > _WIDEST_OF_TWO_SLOTS else 2
     return gpu.launch(
@@ -336,9 +357,9 @@ class Pair(NamedTuple):
     """A pair of a query tile and a box of keys.
 
     Attributes:
-        boxes: Boxes that the queries see.
-        item: The work item of the query tile.
-        first: First key of the box along each dimension.
+        boxes: All boxes that the query tile visits.
+        item: The work item that owns the query tile.
+        first: Index of the first key of this pair's box, per dimension.
     """
 
     boxes: Boxes
@@ -359,10 +380,10 @@ class Owned(NamedTuple):
     """A query tile or key tile that a work item owns.
 
     Attributes:
-        item: The item.
+        item: The work item.
         place: Position of the tile in its array.
-        count: Number of pairs that the tile is part of.
-        pair: Function that returns a pair by number.
+        count: Number of pairs of the owned tile and a visited tile.
+        pair: Function that returns the pair with a given number.
     """
 
     item: Item
@@ -372,7 +393,7 @@ class Owned(NamedTuple):
 
 
 def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
-    """Return the query tile of an item, paired with the boxes of keys that it sees."""
+    """Return the query tile of the item with a number. Its pairs are with the boxes of keys that it visits."""
     item = call.item(number)
     boxes = Boxes.for_item(call, item, tables)
     place = gpu.query_tile_origin(call, item)
@@ -380,11 +401,14 @@ def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
 
 
 def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
-    """Return the key tile of an item, paired with the query tiles that see it, in order of query heads."""
+    """Return the key tile of the item with a number. Its pairs are with the query tiles that visit it.
+
+    The pairs are in the order of query heads.
+    """
     item = call.item(number, owns_keys=True)
     box_tables, tile_tables = tables[:KERNEL_RANK], tables[KERNEL_RANK:]
     first_key = [t * extent for t, extent in zip(item.tile, call.box, strict=True)]
-    # All query tiles of a dilation group see the same group of keys, so read the row of query tile 0.
+    # All query tiles of a dilation group visit keys of one dilation group: read it from the row of query tile 0.
     boxes = Boxes.for_item(call, item._replace(tile=(0,) * KERNEL_RANK), box_tables)
     place = _key_tile_origin(boxes, item.batch, item.head, first_key)
     firsts, counts = zip(*call.seeing(tile_tables, item.group, item.tile), strict=True)
@@ -400,7 +424,7 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
 
 
 def _key_tile_origin(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[Scalar]) -> gpu.TileOrigin:
-    """Return the position of a box of keys, given any boxes of the same dilation group."""
+    """Return the position of the box of keys that begins at ``first``, in the dilation group of ``boxes``."""
     return gpu.TileOrigin(batch, boxes.groups, first, boxes.call.keys.column(boxes.groups[-1], head))
 
 
@@ -408,28 +432,31 @@ def _key_tile_origin(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[
 
 
 def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> dict[str, Any]:
-    """Return shared memory, tensor memory and barriers by name.
+    """Return the shared memory, tensor memory and barriers of a thread block, by name.
 
-    Owned tiles have one slot of shared memory. Visited tiles, with which the owned tiles are paired, have ``slots``.
+    A work item owns a query tile, or owns a key tile if ``owns_keys`` is True. Shared memory has one slot for each
+    array of owned tiles, and ``slots`` slots for each array of visited tiles.
 
     Memory:
 
-    - ``query``, ``out_gradient``: ``[slots, blocks, rows, block]``. Queries and cotangents of the output.
-    - ``key``, ``value``: ``[slots, blocks, keys, block]``.
-    - ``logits``, ``products``: Tensor memory. Logits, and products of output cotangents and values.
+    - ``query``, ``out_gradient``: Shared memory, ``[slots, blocks, rows, block]``. Queries and output cotangents.
+    - ``key``, ``value``: Shared memory, ``[slots, blocks, keys, block]``.
+    - ``logits``, ``products``: Tensor memory. ``products`` are the products of output cotangents and values.
     - ``gradients``: Rounded gradients of logits; in tensor memory if queries are owned, otherwise in shared memory.
-    - ``weights``: Shared memory, only if keys are owned.
+    - ``weights``: Shared memory. Only if keys are owned.
     - ``sums``: Tensor memory. Gradients of the owned queries, or of the owned keys and values.
 
     Barriers, with the event that each signals:
 
-    - ``owned_is_in``: the owned tiles are copied in. ``owned_is_out``: the results are copied out of the same memory.
-    - ``other_is_in``, per slot: the visited tiles are copied in. ``other_is_out``, per slot: the products with the
-      visited tiles are complete.
-    - ``logits_are_in``: logits and products are complete.
-    - ``gradients_are_in``: gradients and weights are complete, and logits and products have been read.
-    - ``gradients_are_out``: the products with gradients and weights are complete, and the next pair may overwrite both.
-    - ``sums_are_in``: the last product, if any, is complete.
+    - ``owned_is_in``: the owned tiles have been copied to shared memory.
+    - ``owned_is_out``: the results have been copied from the shared memory of the owned tiles.
+    - ``other_is_in``, per slot: the visited tiles have been copied to shared memory.
+    - ``other_is_out``, per slot: the products with the visited tiles are complete.
+    - ``logits_are_in``: ``logits`` and ``products`` are complete.
+    - ``gradients_are_in``: ``gradients`` and ``weights`` are complete, and ``logits`` and ``products`` have been read.
+    - ``gradients_are_out``: the products with ``gradients`` and ``weights`` are complete, so that the next pair can
+      overwrite these matrices.
+    - ``sums_are_in``: all products of the item are complete.
     """
     lines = call.queries
     query_copies, key_copies = (2 * shape[0] * shape[1] * lines.blocks for shape in (call.half_tile, call.box))
@@ -463,24 +490,27 @@ def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> d
 
 @dataclasses.dataclass(frozen=True)
 class BackwardBlock:
-    """A thread block of a backward kernel; see :func:`natten_jax.backends.pallas._blackwell_memory.launch`.
+    """A thread block of a backward kernel.
+
+    The documentation of :func:`natten_jax.backends.pallas._blackwell_memory.launch` describes the methods.
 
     Attributes:
-        call: Static facts of the call.
-        slots: Number of slots in shared memory for visited tiles, with which the owned tiles are paired.
+        call: The call.
+        slots: Number of slots in shared memory for visited tiles.
         owns_keys: True if items own keys and values, False if they own queries.
         memory: References to the memory and barriers of :func:`backward_memory`.
-        results: References to the results. If queries are owned: their gradients and, if the scale is an array, the
-            sums over keys of the products of logits (before the scale) and logit gradients,
-            ``[items, HALVES, queries]``. If keys are owned: the gradients of keys and of values.
-        arrays: References to queries, cotangents of the output, keys and values.
-        bounds: References to the bounds of windows.
+        results: References to the results. If keys are owned, these are the gradients of keys and of values. If queries
+            are owned, these are the query gradients and, only if the scale is an array, an array
+            ``[items, HALVES, queries]``. For each query, this array sums unscaled logits times their gradients over
+            keys. The halves of the columns have separate sums.
+        arrays: References to queries, output cotangents, keys and values.
+        bounds: References to the arrays of :meth:`Call.bounds`.
         statistics: Reference to query statistics, ``[items, STATISTICS, queries]``.
         logit_scales: Reference to the scales of the logits in base 2, one per batch entry and query head.
-        tables: References to box tables and, if keys are owned, to the tables of query tiles.
-        factors: Reference to factors by which logit gradients are multiplied before they are summed over the query
-            heads of a key head, one per batch entry and query head; ``None`` if all factors are 1.
-        result_scales: Reference to factors of the query or key gradients, one per batch entry and owned head.
+        tables: References to the box tables and, if keys are owned, to the tables of query tiles.
+        factors: Reference to one factor per batch entry and query head, which multiplies logit gradients in the
+            key/value gradient kernel (:func:`_split_scale`); ``None`` if all factors are 1.
+        result_scales: Reference to one factor per batch entry and owned head, which multiplies query or key gradients.
     """
 
     call: Call
@@ -497,14 +527,14 @@ class BackwardBlock:
     result_scales: Any
 
     def _slot(self, number: Scalar) -> Scalar:
-        """Return the slot of a pair, given its number; a thread block numbers pairs across all its items."""
+        """Return the slot of a pair, given its number in the sequence of pairs of all items of a thread block."""
         return jax.lax.rem(number, self.slots)
 
     def _owned(self, number: Scalar) -> Owned:
         return (owned_keys if self.owns_keys else owned_queries)(self.call, number, self.tables)
 
     def load(self, number: Scalar, state: Sequence[Scalar]) -> tuple[Scalar, Scalar]:
-        """Copy the tiles that an item owns, and the tiles that it visits."""
+        """Start copies of the tiles that an item owns, and of the tiles that it visits."""
         owned, (items, before) = self._owned(number), state
         memory = self.memory
         gpu.wait_if(items > 0, memory.owned_is_out)
@@ -529,13 +559,17 @@ class BackwardBlock:
             gpu.copy_in(self.call.keys, self.call.box, place, source, tiles.at[slot], barrier)
 
     def drain(self, state: Sequence[Scalar]) -> None:
-        """Wait for the last products and copies."""
+        """Wait until the last products and copies of the thread block are complete."""
         items, loaded = state
         gpu.drain([self.memory.other_is_out], loaded, self.slots)
         gpu.wait_if(items > 0, self.memory.owned_is_out)
 
     def multiply(self, number: Scalar, before: Scalar) -> Scalar:
-        """Issue an item's matrix products; with two slots, the next pair's logits before this pair's sums."""
+        """Issue the matrix products of an item.
+
+        If there are two slots, the products for the logits of the next pair precede the products that update the sums
+        for this pair.
+        """
         owned, memory = self._owned(number), self.memory
         count = owned.count
 
@@ -566,30 +600,31 @@ class BackwardBlock:
                 finish(number)
 
         jax.lax.fori_loop(0, count, step, None)
-        # Arrive even without products: results must not overwrite the owned tiles before their copy is complete.
+        # Arrive also if the item visits no tile. The warpgroups wait for this barrier before the results overwrite the
+        # owned tiles, so that the copies of these tiles are complete by then.
         plgpu.tcgen05_commit_arrive(memory.sums_are_in)
         return before + count
 
     def _multiply_logits(self, query_slot: Scalar, key_slot: Scalar) -> None:
-        """Issue the products of queries and keys, and of output cotangents and values, ``[queries, keys]`` each."""
+        """Issue two products, each ``[queries, keys]``: queries and keys, output cotangents and values."""
         lines, memory = self.call.queries, self.memory
         gpu.multiply_tiles(lines, memory.logits, memory.query.at[query_slot], memory.key.at[key_slot])
         gpu.multiply_tiles(lines, memory.products, memory.out_gradient.at[query_slot], memory.value.at[key_slot])
         plgpu.tcgen05_commit_arrive(memory.logits_are_in)
 
     def weigh(self, half: int, number: Scalar) -> None:
-        """Compute weights and gradients of an item's logits, and write the results."""
+        """Compute the weights and logit gradients of an item in half of the columns, and write half of the results."""
         owned = self._owned(number)
         compute, lines = self._compute_query_gradients, self.call.queries
         if self.owns_keys:
             compute, lines = self._compute_key_gradients, self.call.keys
         compute(half, owned, self.result_scales[owned.item.batch * lines.heads + owned.item.head])
-        # Once the results have been copied out, the next item may overwrite their shared memory.
+        # After the results have been copied from shared memory, the next item can overwrite this memory.
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(self.memory.owned_is_out)
 
     def _compute_query_gradients(self, half: int, owned: Owned, scale: Scalar) -> None:
-        """Compute the gradients of a query tile, multiplied by ``scale`` at the end."""
+        """Compute the gradients of a query tile; multiply the sums over boxes by ``scale``."""
         call, memory = self.call, self.memory
         rows = self._rows(owned.item)
         has_sums = len(self.results) > 1
@@ -608,7 +643,7 @@ class BackwardBlock:
             plgpu.store(self.results[1].at[call.number(owned.item), half], sums, optimized=False)
 
     def _compute_key_gradients(self, half: int, owned: Owned, scale: Scalar) -> None:
-        """Compute the gradients of a key tile, multiplied by ``scale`` at the end, and of its values."""
+        """Compute the gradients of a tile of keys and values; multiply the sums of the key gradients by ``scale``."""
         memory = self.memory
 
         def step(number: Scalar, none: None) -> None:
@@ -631,13 +666,13 @@ class BackwardBlock:
         return item.batch * self.call.queries.heads + item.head
 
     def _rows(self, item: Item) -> tuple[gpu.Windows, Sequence[jax.Array], Scalar]:
-        """Read windows and statistics of a query tile, and the scale of its logits in base 2."""
+        """Read the windows and statistics of the queries of a tile, and the scale of their logits in base 2."""
         number = self.call.number(item)
         statistics = [gpu.load_row(self.statistics, number, index, 0) for index in range(STATISTICS)]
         return gpu.windows_of(self.call, item, 0, self.bounds), statistics, self.logit_scales[self._head(item)]
 
     def _logit_gradients(self, half: int, pair: Pair, rows: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Compute logits before the scale, weights, and logit gradients of a pair, in half of the columns."""
+        """Return unscaled logits, weights, and gradients of the scaled logits, for half of the columns of a pair."""
         memory, (windows, statistics, scale) = self.memory, rows
         gpu.wait(memory.logits_are_in)
         matrices = (matrix.at[:, _half_columns(half)] for matrix in (memory.logits, memory.products))
@@ -649,23 +684,27 @@ class BackwardBlock:
         return logits, weights, weights * (products - delta)
 
     def _wait_for_free_slot(self, number: Scalar) -> None:
-        """Wait until products have read the previous pair's weights and gradients, so that they may be overwritten."""
+        """Wait until products have read the weights and gradients of the previous pair, if there is one.
+
+        Pair ``number`` can then overwrite them.
+        """
         gpu.wait_if(number > 0, self.memory.gradients_are_out)
 
     def _write(self, half: int, owned: Owned, sums: Sequence[tuple[Any, Scalar | None, Any, Any]]) -> None:
-        """Copy sums out, multiplied by factors, through the shared memory of the owned tiles.
+        """Multiply sums by factors, and start to copy the products to the results.
 
-        The warpgroups process alternate blocks of heads.
+        The copies read shared memory, in which the products overwrite the owned tiles. The two warpgroups process
+        alternate blocks of the head dimension.
 
         Args:
-            half: Number of the warpgroup.
+            half: Index of the warpgroup.
             owned: The tile that the item owns.
-            sums: Tuples of a reference to sums, an optional factor, a reference to the owned tile, and a reference to
-                the result.
+            sums: A list with a tuple per result: a reference to the sums in tensor memory, an optional factor, a
+                reference to the owned tile in shared memory, and a reference to the result.
         """
         call = self.call
         lines, shape = (call.keys, call.box) if self.owns_keys else (call.queries, call.half_tile)
-        self._wait_for_free_slot(owned.count)  # wait even without a next pair, because each phase needs one wait
+        self._wait_for_free_slot(owned.count)  # also after the last pair, because each phase needs one wait
         gpu.wait(self.memory.sums_are_in)
         parts = [(*each, block) for each in sums for block in range(lines.blocks)][half::HALVES]
         for numbers, factor, tiles, _, block in parts:

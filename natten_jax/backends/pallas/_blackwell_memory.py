@@ -1,4 +1,4 @@
-"""Parts of the Blackwell kernels: launches, barriers, copies of tiles, and rows of logits with their masks."""
+"""Functions that the Blackwell kernels share: launches, barriers, products, copies of tiles, and masks of logits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from natten_jax.backends.pallas._blackwell_call import PIECE, ROWS, Boxes, Call, Item, Lines
 from natten_jax.backends.pallas._common import HIDDEN, Scalar, divided, unravel
 
-#: Layout of a matrix in registers: one row per thread.
+#: Register layout of a matrix, with one row per thread.
 BY_ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE
 ROW_LAYOUT = BY_ROWS.reduce(1)
-#: Registers per thread in thread blocks of three warpgroups: in the two warpgroups that own rows of logits, and in the
-#: third warpgroup. The total, 2 x 232 + 40, equals the initial total of 3 x 168.
+#: Registers per thread in thread blocks of three warpgroups. The two warpgroups that own rows of logits have 232 each,
+#: and the third warpgroup has 40. The total, 2 x 232 + 40, equals the initial total of 3 x 168.
 _REGISTERS_OF_ROWS, _REGISTERS_OF_OTHERS = 232, 40
 _LOADS, _PRODUCTS = 0, 1  # warps
 
-#: First and end of the keys that the query of each row sees, along the dimensions of the problem.
+#: Per dimension of the problem, the first and the exclusive end of the keys that each row's query sees.
 Windows = Sequence[tuple[jax.Array, jax.Array]]
 
 
@@ -42,16 +42,23 @@ def launch(
     blocks: int,
     halves: int,
 ) -> Sequence[jax.Array]:
-    """Launch a kernel whose thread blocks have warpgroups for rows of logits, and one for copies and matrix products.
+    """Launch a kernel in which each thread block processes work items with specialized warpgroups.
+
+    ``halves`` warpgroups own rows of logits. Another warpgroup has a warp for copies, and a warp for matrix products.
+    The function ``block_of`` returns an object with these methods:
+
+    - ``weigh(half, number)`` runs in the warpgroup that owns a half of an item's logits. It computes their weights.
+    - ``load(number, state)`` runs in the warp for copies. It copies the tiles of an item, and returns the next state.
+      The state contains the number of items and the number of visited tiles so far.
+    - ``drain(state)`` runs in the warp for copies after the last item. It waits for the phases of barriers that
+      ``load`` has not waited for, because a thread block must not end before they complete.
+    - ``multiply(number, before)`` runs in the warp for matrix products. It issues the products of an item. ``before``
+      is the number of visited tiles so far, and the method returns the number after the item.
 
     Args:
         name: Name of the kernel.
-        block_of: Function that makes a block object from references to operands, results and scratch memory. The object
-            has four methods: ``weigh(half, number)`` runs in the warpgroup that owns a half of an item's logits, and
-            computes their weights; ``load(number, state)`` runs in one warp and copies an item's tiles; the state
-            counts earlier items and tiles; ``drain(state)`` waits for the last barriers of that warp, because a thread
-            block must not end before they complete; ``multiply(number, before)`` runs in another warp, issues an item's
-            matrix products, and counts tiles.
+        block_of: Function that returns the object above. It receives references to the operands, the results and the
+            scratch memory.
         operands: A pytree of arrays.
         results: Arrays or abstract types with the shapes and types of the results.
         scratch: Scratch memory and barriers by name.
@@ -68,7 +75,7 @@ def launch(
         count = jax.lax.div(items - 1 - block, blocks) + 1
 
         def for_each_item(body: Callable[[Scalar, Any], Any], state: Any) -> Any:
-            """Call ``body`` for each item of this block, and carry a state from item to item."""
+            """Call ``body`` for each item of this block; each call receives the state that the previous returned."""
             return jax.lax.fori_loop(0, count, lambda i, state: body(block + i * blocks, state), state)
 
         def set_registers(registers: int, action: Any) -> None:
@@ -111,14 +118,17 @@ def tile_buffers(lines: Lines, count: int, tokens: int, dtype: Any) -> Any:
 
 
 def shared_matrix(shape: Sequence[int], dtype: Any, columns: int | None = None) -> Any:
-    """Return shared memory in the layout of the tensor cores: tiles of 8 rows and, by default, all columns."""
+    """Return shared memory in the layout that tensor cores read: swizzled tiles of 8 rows and ``columns`` columns.
+
+    By default, a tile contains all columns.
+    """
     width = shape[-1] if columns is None else columns
     layout = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
     return plgpu.SMEM(tuple(shape), dtype, transforms=layout)
 
 
 def barriers(count: int, arrivals: int = 1, *, for_products: bool = False) -> Any:
-    """Return ``count`` barriers that complete a phase after ``arrivals`` arrivals."""
+    """Return ``count`` barriers. Each phase of a barrier completes after ``arrivals`` arrivals."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count, orders_tensor_core=for_products)
 
 
@@ -128,17 +138,18 @@ def wait(barrier: Any) -> None:
 
 
 def wait_if(condition: Any, barrier: Any) -> None:
-    """Wait until the next phase of a barrier completes if a condition is true."""
+    """If a condition is true, wait until the next phase of a barrier completes."""
     pl.when(condition)(lambda: wait(barrier))
 
 
 def drain(free: Sequence[Any], loaded: Scalar, slots: int) -> None:
-    """Wait until the last tiles of a ring buffer are free.
+    """Wait until all slots of ring buffers are free again.
 
     Args:
-        free: Arrays of barriers, one barrier per slot, that complete a phase when the slot becomes free.
-        loaded: Number of tiles loaded so far.
-        slots: Number of slots of the ring buffer.
+        free: Arrays of barriers, one array per ring buffer, and one barrier per slot. When a slot becomes free, a phase
+            of its barrier completes.
+        loaded: Number of tiles loaded into each ring buffer so far.
+        slots: Number of slots per ring buffer.
     """
 
     def finish(number: Scalar, none: None) -> None:
@@ -158,9 +169,9 @@ def multiply_tiles(lines: Lines, result: Any, left: Any, right: Any) -> None:
 
 
 def add_product(lines: Lines, sums: Any, matrix: Any, tile: Any, accumulate: Scalar) -> None:
-    """Add the product of a matrix and a tile in shared memory, ``[blocks, tokens, block]``, to ``sums``.
+    """Add ``matrix tile`` to ``sums``, or overwrite ``sums`` if ``accumulate`` is False.
 
-    Overwrite ``sums`` if ``accumulate`` is False.
+    The tile is in shared memory, ``[blocks, tokens, block]``.
     """
     for block in range(lines.blocks):
         columns = sums.at[:, pl.ds(block * lines.block, lines.block)]
@@ -171,7 +182,10 @@ def add_product(lines: Lines, sums: Any, matrix: Any, tile: Any, accumulate: Sca
 
 
 class TileOrigin(NamedTuple):
-    """Position of a tile: batch entry, dilation group, first token in the group, and column."""
+    """Position of a tile: batch entry, dilation group, index of the first token in this group, and first column.
+
+    :class:`Lines` defines columns.
+    """
 
     batch: Scalar
     group: Sequence[Scalar]
@@ -180,22 +194,22 @@ class TileOrigin(NamedTuple):
 
 
 def query_tile_origin(call: Call, item: Item, half: int = 0) -> TileOrigin:
-    """Return the position of a half of an item's query tile."""
+    """Return the position of one half of the query tile that an item owns."""
     sizes = zip(item.tile, call.q_tile, call.half_tile, strict=True)
     first = [tile * extent + (half * part if part < extent else 0) for tile, extent, part in sizes]
     return TileOrigin(item.batch, item.group, first, call.queries.column(item.group[-1], item.head))
 
 
 def copy_in(lines: Lines, shape: Sequence[int], place: TileOrigin, source: Any, tile: Any, barrier: Any) -> None:
-    """Copy a tile of tokens into shared memory, ``[blocks, tokens, block]``.
+    """Start asynchronous copies of a tile from an array to shared memory.
 
     Args:
         lines: Layout of the array.
         shape: Tokens of the tile along each dimension.
-        place: Position of the tile in its array.
+        place: Position of the tile in the array.
         source: Reference to the array.
-        tile: Reference to shared memory.
-        barrier: Barrier at which the copies arrive.
+        tile: Reference to shared memory, ``[blocks, tokens, block]``.
+        barrier: Barrier at which each copy arrives when it is complete.
     """
 
     def copy(x: Scalar, y: Scalar, rows: Any) -> None:
@@ -208,13 +222,13 @@ def copy_in(lines: Lines, shape: Sequence[int], place: TileOrigin, source: Any, 
 
 
 def copy_out(lines: Lines, shape: Sequence[int], place: TileOrigin, blocks: dict[int, Any], target: Any) -> None:
-    """Start asynchronous copies of a tile, except its padding, from shared memory to the array.
+    """Start asynchronous copies of a tile, except its padding, from shared memory to an array.
 
     Args:
         lines: Layout of the array.
         shape: Tokens of the tile along each dimension.
-        place: Position of the tile in its array.
-        blocks: References to shared memory, ``[tokens, block]``, by block number.
+        place: Position of the tile in the array.
+        blocks: References to shared memory, ``[tokens, block]``, by index of the block in the head dimension.
         target: Reference to the array.
     """
 
@@ -230,12 +244,18 @@ def copy_out(lines: Lines, shape: Sequence[int], place: TileOrigin, blocks: dict
 
 
 def _tokens(shape: Sequence[int], place: TileOrigin) -> Any:
-    """Return a tile's slice of a line, in a form that shows the compiler that it starts at a multiple of ``PIECE``."""
+    """Return the slice of the tile's tokens in a line.
+
+    The start is computed as a product with ``PIECE``, which shows the compiler that it is a multiple of ``PIECE``.
+    """
     return pl.ds(jax.lax.div(place.first[-1], np.int32(PIECE)) * PIECE, shape[-1])
 
 
 def _for_each_piece(lines: Lines, shape: Sequence[int], place: TileOrigin, copy: Callable[..., None]) -> None:
-    """Call ``copy`` for each piece of a tile, with the first two coordinates of its line and its rows in the tile."""
+    """Call ``copy`` for each piece of a tile; a piece consists of the tokens in one line.
+
+    The arguments of ``copy`` are the first two coordinates of the line, and the slice of the piece's rows in the tile.
+    """
 
     def visit(piece: Scalar, none: None) -> None:
         offsets = zip(place.group, place.first, divided(piece, shape[1]), lines.dilation, strict=False)
@@ -249,13 +269,16 @@ def _for_each_piece(lines: Lines, shape: Sequence[int], place: TileOrigin, copy:
 
 
 def windows_of(call: Call, item: Item, half: int, bounds: Sequence[Any]) -> Windows:
-    """Read the windows of the queries in a half of an item's tile, from references to the bounds of windows."""
+    """Read the windows of the queries in one half of an item's query tile.
+
+    ``bounds`` are references to the arrays of :meth:`Call.bounds`.
+    """
     rows = list(zip(bounds, call.rows(item), strict=True))[call.first_dim :]
     return [(load_row(array, row, 0, half), load_row(array, row, 1, half)) for array, row in rows]
 
 
 def load_row(array: Any, row: Scalar, index: int, half: int) -> jax.Array:
-    """Read a number for each row of a half, from an array ``[rows, indices, tokens]``."""
+    """Read ``array[row, index]`` for the tokens in one half of a query tile, one number per row of logits."""
     return plgpu.load(array.at[row, index, pl.ds(half * ROWS, ROWS)], layout=ROW_LAYOUT, optimized=False)
 
 
@@ -267,12 +290,12 @@ def load_matrix(matrix: Any) -> jax.Array:
 
 
 def mask(boxes: Boxes, logits: jax.Array, first: Sequence[Scalar], windows: Windows, first_column: int = 0) -> Any:
-    """Replace logits by ``HIDDEN`` if the query does not see the key of a box.
+    """Mask logits out: if a query does not see a key, set the logit of this pair to ``HIDDEN``.
 
     Args:
-        boxes: Boxes that the queries visit.
-        logits: A range of columns of the logits.
-        first: First key of the box along each dimension.
+        boxes: All boxes that the queries visit.
+        logits: A range of columns of a matrix of logits. The columns are the keys of one box.
+        first: Index of the first key of this box, per dimension.
         windows: Windows of the queries.
         first_column: Index of the first column in the range.
     """
@@ -296,7 +319,7 @@ def mask(boxes: Boxes, logits: jax.Array, first: Sequence[Scalar], windows: Wind
 
 
 def columns(numbers: jax.Array, width: int) -> jax.Array:
-    """Broadcast one number per row to all columns of a matrix."""
+    """Broadcast ``numbers``, one per row, to a matrix with ``width`` equal columns."""
     return jax.lax.broadcast_in_dim(numbers, (numbers.shape[0], width), (0,))
 
 

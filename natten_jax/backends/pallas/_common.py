@@ -1,6 +1,6 @@
-"""Visits, layouts and softmax statistics that the TPU and Blackwell kernels share.
+"""Visited keys, array layouts and softmax statistics, for both the TPU and the Blackwell kernels.
 
-Token indices count the tokens of one dilation group, in which windows are contiguous.
+Token indices are indices in a dilation group, in which windows are contiguous.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from natten_jax.windows import Axis, group_length
 Scalar = Any  # int or traced int32 scalar
 Table = Any  # numpy.ndarray or jax.Array, int32
 
-#: Logit of a key that a query does not see, and initial maximum of a row. The logit is below the maximum, so that the
-#: key's weight is 0. Both are below every finite biased logit in base 2, which is above ``finfo.min / 2 * log2(e)``.
+#: ``HIDDEN`` is the logit of a key that a query does not see (a masked key). ``SMALLEST_MAXIMUM`` is a row's initial
+#: maximum. It is above ``HIDDEN``, so that masked keys have the weight 0. Finite biased logits in base 2 are above
+#: ``finfo.min / 2 * log2(e)``, which is above both constants.
 HIDDEN = -3.3e38
 SMALLEST_MAXIMUM = -2.9e38
-#: Logsumexp in base 2 of queries that see no key, and in Blackwell kernels also of padding. Their weights are then 0.
+#: Logsumexp in base 2 that makes all weights of a query 0. Queries that see no key have it, and padding has it in
+#: Blackwell kernels.
 NO_KEY_SEEN = 1e30
-#: Number of statistics per query that the backward pass reads: logsumexp, remainder, delta.
+#: The backward pass reads this number of statistics per query: the logsumexp, its remainder, and delta.
 STATISTICS = 3
 
 
@@ -41,10 +43,13 @@ STATISTICS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """Keys that query tiles visit along one token dimension.
+    """Keys that each query tile visits along one token dimension. A tile visits them box by box.
 
-    If a call has all tokens, tables are NumPy arrays. Otherwise the program computes the tables at run time, because
-    the first token of a shard depends on the device. An end is exclusive: one more than the last key.
+    If the arrays of a call contain all tokens, tables are NumPy arrays. If they are a shard, the program computes the
+    tables at run time, because the first token of a shard depends on the device.
+
+    Key indices include padding: the first key has the index ``before``. An end is exclusive: one more than the index of
+    the last key.
 
     Attributes:
         axis: The token dimension.
@@ -52,15 +57,16 @@ class Visits:
         box: Keys per box, or per key tile.
         q_tiles: Query tiles per dilation group.
         keys: Keys per dilation group, including padding.
-        before: Padding before the first key of a group.
+        before: Number of padding keys before the first key of a dilation group.
         alignment: Boxes begin at multiples of this number of keys.
         bounds: ``[groups, q_tiles, 2, q_tile]``. First and end of the keys that each query sees; both 0 if the query is
             padding or sees no key.
-        hull_first: ``[groups, q_tiles]``. First key that any query of the tile sees.
-        hull_end: ``[groups, q_tiles]``. End of the keys that any query of the tile sees; 0 if no query sees a key.
+        hull_first: ``[groups, q_tiles]``. First key that at least one query of the tile sees.
+        hull_end: ``[groups, q_tiles]``. End of the keys that at least one query of the tile sees; 0 if no query sees a
+            key.
         core_first: ``[groups, q_tiles]``. First key that all queries of the tile see.
         core_end: ``[groups, q_tiles]``. End of the keys that all queries of the tile see.
-        key_group: ``[groups, q_tiles]``. Dilation group of the keys.
+        key_group: ``[groups, q_tiles]``. Dilation group of the keys that the tile visits.
     """
 
     axis: Axis
@@ -81,17 +87,18 @@ class Visits:
     def along_axis(
         cls, axis: Axis, tiles: Shape, extents: Shape, origins: Any, alignment: int, before: int, whole_boxes: bool
     ) -> Visits:
-        """Compute the visits along an axis.
+        """Compute the visits along one token dimension.
 
         Args:
-            axis: The axis.
+            axis: The token dimension.
             tiles: Queries per tile, and keys per box.
-            extents: Number of queries and of keys of the call.
-            origins: Two int32 scalars. First query and first key of the call; ``None`` if the call has all tokens.
+            extents: Extents of the query array and of the key array.
+            origins: Two int32 scalars. Coordinates of the first query and of the first key in the layout; ``None`` if
+                the arrays contain all tokens.
             alignment: Boxes begin at multiples of this number of keys.
-            before: Padding before the first key of a group.
-            whole_boxes: True to pad keys to a multiple of ``box``, False to pad them to a multiple of ``alignment`` and
-                to at least one box.
+            before: Number of padding keys before the first key of a dilation group.
+            whole_boxes: True to pad keys to a multiple of ``box``. False to pad them to a multiple of ``alignment``,
+                and to at least one box.
         """
         (q_tile, box), (queries, keys) = tiles, extents
         xp: ModuleType = np if origins is None else jnp
@@ -103,7 +110,7 @@ class Visits:
         group = xp.arange(d)[:, None]
         local = group + xp.arange(q_tiles * q_tile) * d
         is_query = local < queries
-        token = xp.minimum(q_origin + local, axis.query_extent - 1)  # padding gets an arbitrary valid token
+        token = xp.minimum(q_origin + local, axis.query_extent - 1)  # clamp: padding may map to any token
         residue = (q_origin + group) % d
         key_group = (residue - kv_origin) % d
         bounds = axis.bounds(token // d, axis.lengths(residue), xp=xp)
@@ -132,23 +139,23 @@ class Visits:
 
     @property
     def start(self) -> Table:
-        """``[groups, q_tiles]``. First key of the first box of each tile."""
+        """``[groups, q_tiles]``. First key of the first box that each tile visits."""
         return self.hull_first // self.alignment * self.alignment
 
     @property
     def count(self) -> Table:
-        """``[groups, q_tiles]``. Number of boxes of each tile."""
+        """``[groups, q_tiles]``. Number of boxes that each tile visits."""
         return (-(-(self.hull_end - self.start) // self.box)).clip(0)
 
     def table(self, columns: Sequence[str]) -> Table:
-        """Return the attributes with these names, stacked along the last axis: ``[groups, q_tiles, columns]``."""
+        """Return a table ``[groups, q_tiles, columns]``; each column is the attribute with the column's name."""
         return self._numpy.stack([getattr(self, name) for name in columns], axis=-1).astype(np.int32)
 
     @functools.cached_property
     def seeing(self) -> Table:
-        """``[groups, kv_tiles, 2]``. The query tiles that see each key tile: first tile, and number of tiles.
+        """``[groups, kv_tiles, 2]``. Range of query tiles that visit each key tile: first tile, and number of tiles.
 
-        Some query tiles in that range may see no key of the key tile. Groups are dilation groups of queries.
+        The range may include query tiles that see no key of the key tile. Groups are dilation groups of queries.
         """
         xp, first, end = self._numpy, self.hull_first, self.hull_end
         tile = (xp.arange(self.kv_tiles) * self.box)[:, None]
@@ -159,7 +166,7 @@ class Visits:
 
     @functools.cached_property
     def most_boxes(self) -> int:
-        """Maximum number of boxes per tile, or an upper bound if the program computes the tables."""
+        """Maximum number of boxes that a query tile visits; an upper bound if tables are computed at run time."""
         if self._numpy is np:
             return int(self.count.max())
         window = self.axis.kernel_size + self.axis.stride
@@ -167,15 +174,15 @@ class Visits:
 
     @functools.cached_property
     def fewest_boxes(self) -> int:
-        """Minimum number of boxes per tile; 0 if the program computes the tables."""
+        """Minimum number of boxes that a query tile visits; 0 if tables are computed at run time."""
         return int(self.count.min()) if self._numpy is np else 0
 
     @functools.cached_property
     def most_tiles(self) -> int:
-        """Maximum number of query tiles per key tile, or an upper bound if the program computes the tables."""
+        """Maximum number of query tiles that visit a key tile; an upper bound if tables are computed at run time."""
         if self._numpy is np:
             return int(self.seeing[..., 1].max())
-        # Near an edge, a query may see keys that are half a window further away.
+        # Near an edge, windows are shifted inwards: the distance from a query to a key grows by up to half a window.
         window = self.axis.kernel_size + self.axis.stride + self.axis.kernel_size // 2
         seeing = window + self.box + self.q_tile
         return -(-min(self.q_tiles * self.q_tile, seeing) // self.q_tile)
@@ -185,7 +192,10 @@ class Visits:
         return np if isinstance(self.bounds, np.ndarray) else jnp
 
     def bounds_of_tokens(self, dim: int, tile: Sequence[int]) -> jax.Array:
-        """Return the bounds for every token of a three-dimensional tile: ``[groups, q_tiles, 2, tokens]``."""
+        """Return :attr:`bounds`, repeated for every token of a three-dimensional tile.
+
+        The result is ``[groups, q_tiles, 2, tokens]``. This instance describes dimension ``dim`` of the tile.
+        """
         array = jnp.asarray(self.bounds)
         spread: list[int] = [1] * KERNEL_RANK
         spread[dim] = self.q_tile
@@ -194,14 +204,14 @@ class Visits:
 
 
 def visits_of(plan: Plan, operands: Operands, alignment: int, *, whole_boxes: bool, pads: bool) -> tuple[Visits, ...]:
-    """Compute the visits along three token dimensions.
+    """Compute the visits along each of three token dimensions.
 
     Args:
         plan: Plan of the pass.
         operands: Operands of the call.
         alignment: Boxes begin at multiples of this number of keys along the last dimension.
         whole_boxes: True to pad keys to whole boxes; see :meth:`Visits.along_axis`.
-        pads: True to pad keys in front, so that the windows of most tiles begin at multiples of the alignment.
+        pads: True to add padding before the first key; see :func:`before_keys`.
     """
     problem, inputs, origins = plan.problem, operands.inputs, operands.origins
     missing = KERNEL_RANK - problem.rank
@@ -218,7 +228,10 @@ def visits_of(plan: Plan, operands: Operands, alignment: int, *, whole_boxes: bo
 
 
 def before_keys(axis: Axis, q_tile: int, alignment: int) -> int:
-    """Return the padding in front of keys that makes the windows of most tiles begin at multiples of the alignment."""
+    """Return the number of padding keys to add before the first key of a dilation group.
+
+    With this padding, the windows of most query tiles begin at multiples of the alignment.
+    """
     lengths = math.ceil(axis.query_extent / axis.dilation), math.ceil(axis.kv_extent / axis.dilation)
     middle = lengths[0] // (2 * q_tile) * q_tile
     first, _ = axis.bounds(np.arange(middle, min(middle + q_tile, lengths[0])), lengths)
@@ -226,7 +239,7 @@ def before_keys(axis: Axis, q_tile: int, alignment: int) -> int:
 
 
 def divided(number: Scalar, by: Scalar) -> tuple[Scalar, Scalar]:
-    """Return quotient and remainder of a non-negative number."""
+    """Return the quotient and the remainder of the division of a number that is not negative."""
     if not isinstance(by, int):
         return jax.lax.div(number, by), jax.lax.rem(number, by)
     if by == 1:
@@ -237,7 +250,7 @@ def divided(number: Scalar, by: Scalar) -> tuple[Scalar, Scalar]:
 
 
 def unravel(number: Scalar, extents: Sequence[Scalar]) -> list[Scalar]:
-    """Return the indices of a flat row-major index. The first extent is not read."""
+    """Return one index per dimension, given a flat row-major index. The first extent is not read."""
     found = []
     for extent in reversed(extents[1:]):
         number, index = divided(number, extent)
@@ -247,16 +260,16 @@ def unravel(number: Scalar, extents: Sequence[Scalar]) -> list[Scalar]:
 
 @dataclasses.dataclass(frozen=True)
 class StaticCall:
-    """Static facts of a call that the TPU and Blackwell kernels share.
+    """Plan, array layouts and visits of a call. Base class for the TPU and the Blackwell kernels.
 
     Attributes:
         plan: Plan of the pass.
         queries: Layout of queries and of the output.
         keys: Layout of keys and values.
-        visits: Visits along three token dimensions.
+        visits: Visits along each of three token dimensions.
     """
 
-    #: Columns of box tables: names of attributes of :class:`Visits`.
+    #: Names of the columns of box tables, which are attributes of :class:`Visits`.
     columns: ClassVar[Sequence[str]]
     plan: Plan
     queries: Any
@@ -269,21 +282,27 @@ class StaticCall:
 
     @functools.cached_property
     def box_tables(self) -> list[jax.Array]:
-        """Tables of the boxes that each query tile visits, one flat array per dimension."""
+        """Tables of the boxes that each query tile visits: per dimension, a flattened :meth:`Visits.table`."""
         return [jnp.asarray(visits.table(self.columns)).reshape(-1) for visits in self.visits]
 
     @functools.cached_property
     def tile_tables(self) -> list[jax.Array]:
-        """Tables of the query tiles that see each key tile, one flat array per dimension."""
+        """Tables of the query tiles that visit each key tile: per dimension, a flattened :attr:`Visits.seeing`."""
         return [jnp.asarray(visits.seeing).reshape(-1) for visits in self.visits]
 
     def seeing(self, tables: Sequence[Any], group: Sequence[Scalar], tile: Sequence[Scalar]) -> list[tuple[Any, Any]]:
-        """Return, per dimension, the first query tile that sees a key tile, and the number of such query tiles."""
+        """Return, per dimension, the first query tile that visits a key tile, and the number of such query tiles.
+
+        Args:
+            tables: References to :attr:`tile_tables`.
+            group: Dilation group of the queries.
+            tile: The key tile.
+        """
         rows = [(g * v.kv_tiles + t) * 2 for g, t, v in zip(group, tile, self.visits, strict=True)]
         return [(table[row], table[row + 1]) for table, row in zip(tables, rows, strict=True)]
 
     def columns_of(self, table: Any, row: Scalar) -> Callable[[str], Any]:
-        """Return a function that reads a named column in a row of a box table."""
+        """Return a function that reads a row of a box table: it maps the name of a column to the column's value."""
         row *= len(self.columns)
         return lambda name: table[row + self.columns.index(name)]
 
@@ -293,18 +312,20 @@ class StaticCall:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Layout of an array with heads first or packed, three token dimensions, separate dilation groups and whole tiles.
+    """Layout of a kernel's array, ``[batch * leading, groups, *lengths, width]``.
 
-    Heads are in the first dimension, or in packs of adjacent heads along the last dimension.
+    Heads are in the first dimension, or in packs of adjacent heads along the last dimension. The second dimension is
+    the dilation group. Each of the three token dimensions is padded to whole tiles.
 
     Attributes:
         heads: Heads per batch entry.
-        pack: Heads per pack: all heads, or the number that fills the lanes of a TPU; 1 if heads are not packed.
+        pack: Number of heads per pack; 1 if heads are not packed. TPU kernels pack all heads, or the number of heads
+            that fills the lanes of a register.
         extents: Tokens along each dimension of the problem.
         groups: Number of dilation groups along each of three dimensions.
         lengths: Tokens per group along each dimension, including padding.
         tile: Tokens per tile along each dimension.
-        before: Padding before the first token of a group along each dimension.
+        before: Number of padding tokens before the first token of a group, along each dimension.
     """
 
     heads: int
@@ -332,7 +353,7 @@ class Layout:
 
     @property
     def leading(self) -> int:
-        """Extent of the first dimension per batch entry: the number of heads, or 1 if heads are packed."""
+        """Number of indices of the first dimension per batch entry: the number of heads, or 1 if heads are packed."""
         return self.heads // (self.pack * self.blocks)
 
     @property
@@ -346,7 +367,10 @@ class Layout:
 
     @property
     def _placed(self) -> list[tuple[int, int, int]]:
-        """First token, end of the tokens, and extent including padding, along each of three dimensions."""
+        """Bounds of the tokens in the padded array, before it is split into dilation groups.
+
+        Per dimension: the first token, the end of the tokens, and the extent including padding.
+        """
         extents = (1,) * (KERNEL_RANK - len(self.extents)) + self.extents
         sizes = zip(self.before, extents, self.lengths, self.groups, strict=True)
         return [(before * groups, before * groups + n, length * groups) for before, n, length, groups in sizes]
@@ -376,7 +400,7 @@ class Layout:
     def in_tiles(self, rows: Sequence[jax.Array], padding: float = 0) -> jax.Array:
         """Stack arrays ``[batch, *extents, heads]`` to ``[batch * leading, blocks, groups, *tiles, arrays, rows]``.
 
-        There is one row per token of a tile and head of a pack.
+        There is one row for each pair of a head of the pack and a token of the tile.
         """
         count, pack, (x, y, z), (tx, ty, tz) = len(rows), self.pack, self.grid, self.tile
         array = self.laid_out(jnp.stack(rows, axis=-1), padding)
@@ -396,9 +420,10 @@ class Layout:
 
 
 def finite_scale(scale: float, factors: jax.Array | None) -> jax.Array:
-    """Return the scale in float32 or, if given, the scales of heads, with infinities replaced by NaN.
+    """Return the scale of the logits in float32.
 
-    A product with infinity may be ``-inf``, which would hide keys.
+    If ``factors`` are given, one scale per head, return these instead, with infinities replaced by NaN. A product with
+    an infinite scale could be ``-inf``, which would give the key a weight of 0.
     """
     if factors is None:
         return jnp.float32(scale)
@@ -406,12 +431,12 @@ def finite_scale(scale: float, factors: jax.Array | None) -> jax.Array:
 
 
 def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the logsumexp and its remainder in base 2 (:class:`natten_jax.arrays.operands.Saved`).
+    """Return the logsumexp, and its remainder in base 2 (:class:`natten_jax.arrays.operands.Saved`).
 
     Args:
         maximum: float32. Maximum of the logits in base 2.
-        total: float32. Sum of the weights ``exp2(logit - maximum)``. It is 0 if a query sees no key; the logsumexp is
-            then ``-inf``.
+        total: float32. Sum of the weights ``exp2(logit - maximum)``; 0 if a query sees no key, so that its logsumexp is
+            ``-inf``.
     """
     sees_nothing = total == 0
     total = jnp.where(sees_nothing, 1, total)
@@ -421,7 +446,7 @@ def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.A
 
 
 def saved_statistics(saved: Saved, cotangents: Cotangents) -> list[jax.Array]:
-    """Return the :data:`STATISTICS` of each query, from which the backward pass computes weights."""
+    """Return three arrays with the :data:`STATISTICS` of each query, which the backward pass reads."""
     reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
     logsumexp = jnp.where(saved.logsumexp == -jnp.inf, NO_KEY_SEEN, reference)
     return [logsumexp, remainder, delta(saved.out, *cotangents)]

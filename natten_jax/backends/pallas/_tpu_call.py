@@ -1,4 +1,4 @@
-"""Static facts of a call of the TPU kernels: packs of narrow heads, chunks of keys, layouts and visits."""
+"""Array layouts, packs of narrow heads, and chunks of keys for a call of the TPU kernels."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Shape
 
 LANES = 128
-#: Maximum head dimension for which heads are packed: XLA transposes arrays with wider heads efficiently.
+#: Maximum head dimension for which heads are packed. Wider heads are not packed, because XLA transposes their arrays
+#: efficiently.
 _WIDEST_PACKED = 32
-#: Coordinate that marks a key that no query sees.
+#: Coordinate of keys that every query must mask out.
 NOWHERE = -(2**30)
-#: Keys per chunk for tiles of at most ``_FEW_ROWS`` rows, and for tiles of more rows. Each of four matrix units
-#: processes 128 keys at a time.
+#: Keys per chunk: ``FEW_ROWS_CHUNK`` for tiles of at most ``_FEW_ROWS`` rows, ``MANY_ROWS_CHUNK`` for tiles of more
+#: rows. Each of four matrix units processes 128 keys at a time.
 FEW_ROWS_CHUNK, MANY_ROWS_CHUNK, _FEW_ROWS = 1024, 512, 128
-#: Maximum logits per chunk.
+#: Maximum number of logits per chunk.
 MOST_LOGITS = 512 * 512
-#: Maximum logits of all heads or packs of a program, and maximum number of heads or packs per program.
+#: Maximum number of logits per program, summed over its heads or packs, and maximum number of these heads or packs.
 _MOST_LOGITS_OF_PROGRAM, _MOST_PACKS_OF_PROGRAM = 2 * MOST_LOGITS, 16
 
 
 # Packs ---------------------------------------------------------------------------------------------------------------
 #
 # If heads were the first dimension, heads of width 32 would be padded to four times their memory, and XLA would
-# transpose them slowly. In the arrays of a call, the heads of a token are adjacent, and four heads of width 32 fill the
-# lanes of a register. The kernels treat such a pack as one head with more queries: each head contributes the pack's
-# queries as rows, with zeros in the lanes of other heads. A row's product with the keys of the pack is then its head's
-# product. Of the product with values, a row uses only the lanes of its head.
+# transpose them slowly. Packs avoid both: in the arrays of a call, the heads of a token are adjacent, and four heads of
+# width 32 fill the lanes of a register. The kernels treat such a pack as one head with more queries. Each query becomes
+# one row per head, with zeros in the lanes of the other heads. The product of this row and the keys of the pack is then
+# the product of that head only. The product of weights and values fills the lanes of all heads, of which the row uses
+# only the lanes of its head.
 
 
 def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
@@ -46,7 +48,7 @@ def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
     Args:
         heads: Query heads.
         heads_kv: Key/value heads.
-        widths: Elements per head of queries and keys, and per head of values.
+        widths: Elements per head: of queries and keys, and of values.
     """
     if heads != heads_kv or max(widths) > _WIDEST_PACKED:
         return 1
@@ -57,7 +59,10 @@ def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
 
 
 def stack_heads(array: jax.Array, pack: int) -> jax.Array:
-    """Convert ``[tokens, pack * width]`` to ``[pack * tokens, pack * width]``, with zeros in lanes of other heads."""
+    """Convert ``[tokens, pack * width]`` to ``[pack * tokens, pack * width]``.
+
+    Each row of the result belongs to one head, and has zeros in the lanes of the other heads.
+    """
     if pack == 1:
         return array
     head = _head_of_lanes(array.shape, pack)
@@ -65,7 +70,7 @@ def stack_heads(array: jax.Array, pack: int) -> jax.Array:
 
 
 def unstack_heads(rows: jax.Array, pack: int) -> jax.Array:
-    """Invert :func:`stack_heads`. The lanes of other heads may contain any number."""
+    """Invert :func:`stack_heads`. In each row, only the lanes of the row's head are read."""
     tokens = rows.shape[0] // pack
     found = rows[:tokens]
     head = _head_of_lanes(found.shape, pack)
@@ -75,7 +80,13 @@ def unstack_heads(rows: jax.Array, pack: int) -> jax.Array:
 
 
 def repeat_for_rows(numbers: list[Any], tokens: int, axis: int) -> Any:
-    """Repeat one number per head of a pack for the head's rows, along an axis; return a single number unchanged."""
+    """Return a vector that contains each of the numbers ``tokens`` times, or the number itself if there is only one.
+
+    Args:
+        numbers: A number for each head of a pack.
+        tokens: Rows per head.
+        axis: 0 to return a column vector, 1 to return a row vector.
+    """
     found = numbers[0]
     shape = [1, 1]
     shape[axis] = len(numbers) * tokens
@@ -94,9 +105,9 @@ def _head_of_lanes(shape: tuple[int, ...], pack: int) -> jax.Array:
 
 
 def packs_of_program(leading: int, logits: int) -> int:
-    """Return the number of heads or packs per program if each has one chunk of ``logits`` logits.
+    """Return the number of heads or packs per program, if each of them has one chunk with ``logits`` logits.
 
-    The number divides ``leading``.
+    The number is a divisor of ``leading``, the total number of heads or packs.
     """
     most = max(1, min(_MOST_PACKS_OF_PROGRAM, _MOST_LOGITS_OF_PROGRAM // logits))
     return math.gcd(leading, 1 << (most.bit_length() - 1))
@@ -105,14 +116,14 @@ def packs_of_program(leading: int, logits: int) -> int:
 class Chunks(NamedTuple):
     """The chunks of a box of keys. A program multiplies its queries with one chunk at a time.
 
-    Boxes are the unit of copies. They are large, because a grid step has an overhead of hundreds of instruction
-    bundles, and a chunk has less overhead. Chunks divide the keys in row-major order, for any shape of the box, so that
-    a chunk keeps all matrix units busy.
+    A grid step copies one box. Boxes are large, because a grid step has an overhead of hundreds of instruction bundles.
+    The overhead per chunk is smaller. A chunk is a range of the box's keys in row-major order, for any shape of the
+    box, so that it can have a size that keeps all matrix units busy.
 
     Attributes:
         box: Keys of the box along each dimension.
-        keys: Keys per chunk. If this number does not divide the keys of the box, the last chunk repeats keys of the
-            previous chunk.
+        keys: Keys per chunk. If the number of keys in the box is not a multiple of this number, the last chunk repeats
+            keys of the previous chunk.
     """
 
     box: Shape
@@ -120,7 +131,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def for_rows(cls, box: Shape, rows: int, alignment: int) -> Chunks:
-        """Return the chunks of a box for tiles of ``rows`` rows; chunks begin at multiples of the alignment."""
+        """Return the chunks of a box for query tiles of ``rows`` rows; chunks begin at multiples of ``alignment``."""
         wanted = FEW_ROWS_CHUNK if rows <= _FEW_ROWS else MANY_ROWS_CHUNK
         most = min(wanted, MOST_LOGITS // rows // alignment * alignment)
         return cls(box, min(math.prod(box), max(most, alignment)))
@@ -132,16 +143,19 @@ class Chunks(NamedTuple):
 
     @property
     def cut(self) -> int:
-        """First dimension along which the box has more than one key."""
+        """The first dimension along which the box has more than one key; the last dimension if the box has one key."""
         return next((dim for dim, extent in enumerate(self.box) if extent > 1), len(self.box) - 1)
 
     @property
     def stride(self) -> int:
-        """Keys of the box per coordinate along the dimension :attr:`cut`."""
+        """Number of keys in the box that have equal coordinates along the dimension :attr:`cut`."""
         return math.prod(self.box[self.cut + 1 :])
 
     def coordinates(self) -> np.ndarray:
-        """Return the keys' coordinates in the box, ``[chunks, 3, keys]``; ``NOWHERE`` for keys of an earlier chunk."""
+        """Return the coordinates of the keys of each chunk, relative to the box: ``[chunks, 3, keys]``.
+
+        Keys that the previous chunk also contains have the coordinate ``NOWHERE``.
+        """
         starts = np.arange(self.number)[:, None] * self.keys
         index = np.minimum(starts, math.prod(self.box) - self.keys) + np.arange(self.keys)
         found = np.stack(np.unravel_index(index, self.box), axis=1)
@@ -153,11 +167,11 @@ class Chunks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call(StaticCall):
-    """Static facts of a call.
+    """Plan, array layouts and visited boxes of a call.
 
     Attributes:
         alignment: Boxes of keys begin at multiples of this number of keys along the last dimension.
-        leading: Extent of the first dimension of queries; may be symbolic.
+        leading: Extent of the first dimension of the query array; symbolic if the batch size is.
     """
 
     columns = "start", "count", "hull_end", "core_first", "core_end", "key_group"
@@ -173,12 +187,15 @@ class Call(StaticCall):
 
     @property
     def rows(self) -> int:
-        """Rows of a program's logits: the queries of its tile times the heads of a pack."""
+        """Rows of a matrix of logits: the number of queries per tile times the number of heads per pack."""
         return self.pack * self.queries.tile_tokens
 
     @functools.cached_property
     def together(self) -> int:
-        """Packs or heads per program. Forward programs process several if each of these has little work."""
+        """Number of packs or heads per program.
+
+        A forward program processes several if each has little work, which requires :attr:`is_single`.
+        """
         if not (self.is_single and self.plan.pass_ == "forward" and self.queries.heads == self.keys.heads):
             return 1
         leading = self.leading if isinstance(self.leading, int) else self.queries.leading
@@ -186,12 +203,12 @@ class Call(StaticCall):
 
     @property
     def chunks(self) -> Chunks:
-        """Chunks of the boxes of keys that programs which own queries visit."""
+        """Chunks of a box of keys, for programs that own query tiles and visit boxes."""
         return Chunks.for_rows(self.keys.tile, self.rows, self.alignment)
 
     @property
     def is_single(self) -> bool:
-        """True if one chunk contains all keys that a query tile sees, for every query tile."""
+        """True if every query tile visits at most one box of keys, and boxes consist of one chunk."""
         return self.chunks.number == 1 and all(visits.most_boxes <= 1 for visits in self.visits)
 
     @property
@@ -200,27 +217,33 @@ class Call(StaticCall):
 
     @functools.cached_property
     def precision(self) -> jax.lax.Precision | None:
-        """Precision of float32 products; ``None`` for other element types."""
+        """Precision of matrix products if elements are float32; ``None`` for other element types."""
         if self.plan.problem.dtype != "float32":
             return None
         wanted = self.plan.precision
         return jax.lax.Precision.HIGHEST if wanted in (None, "highest", "float32") else jax.lax.Precision.DEFAULT
 
     def width(self, array: jax.Array) -> int:
-        """Return the width of the rows that a program reads from an array."""
+        """Return the number of elements per row that a program reads from an array in a kernel's layout."""
         return array.shape[-1] // self.queries.blocks
 
     def block_of(self, head: Scalar) -> tuple[Scalar, Scalar]:
-        """Return the index of a program's heads in the first dimension, and of its pack in the last dimension."""
+        """Return the indices of a program's block along the first and the last dimension of an array.
+
+        ``head`` is the program's index along the grid's dimension of heads or packs.
+        """
         return divided(head, self.queries.blocks)
 
     def pack_number(self, head: Scalar, own: int) -> Scalar:
-        """Return the index of a pack or head in the whole batch, given its index ``own`` in the program."""
+        """Return the index of a pack or head over all batch entries, given its index ``own`` in the program."""
         first, last = self.block_of(head)
         return (first * self.together + own) * self.queries.blocks + last
 
     def kv_head(self, head: Scalar) -> Scalar:
-        """Return the key/value head of a query head; both indices include the batch entry. Heads are not packed."""
+        """Return the index of the key/value head that a query head uses, if heads are not packed.
+
+        Both indices count the heads of all batch entries.
+        """
         heads, heads_kv = self.queries.heads, self.keys.heads
         if heads == heads_kv:
             return head
@@ -228,17 +251,20 @@ class Call(StaticCall):
         return batch * heads_kv + divided(head, heads // heads_kv)[0]
 
     def group_of(self, group: Scalar) -> list[Scalar]:
-        """Return the index of a dilation group along each dimension."""
+        """Return the index of a dilation group along each dimension, given its flat index."""
         x, y, z = unravel(group, self.queries.groups)
         return [x if self.queries.groups[0] > 1 else 0, y, z]
 
     def rows_of(self, group: Scalar, tile: Sequence[Scalar], tables: Sequence[Any]) -> list[Callable[[str], Any]]:
-        """Return, per dimension, a function that reads a named column in a tile's row of the box table."""
+        """Return, per dimension, a function that reads a query tile's row of the box table.
+
+        The function maps the name of a column to the column's value.
+        """
         rows = zip(self.visits, self.group_of(group), tile, tables, strict=True)
         return [self.columns_of(table, g * visits.q_tiles + t) for visits, g, t, table in rows]
 
     def key_group(self, group: Scalar, tables: Sequence[Any]) -> Scalar:
-        """Return the dilation group of the keys that a dilation group of queries sees."""
+        """Return the flat index of the dilation group of keys that a dilation group of queries sees."""
         found: Scalar = 0
         for row, groups in zip(self.rows_of(group, (0, 0, 0), tables), self.keys.groups, strict=True):
             found = found * groups + (row("key_group") if groups > 1 else 0)
@@ -246,7 +272,7 @@ class Call(StaticCall):
 
 
 def call_of(plan: Plan, operands: Operands, alignment: int) -> Call:
-    """Return the static facts of a call, with its visits."""
+    """Return the :class:`Call` of a pass."""
     inputs = operands.inputs
     visits = visits_of(plan, operands, alignment, whole_boxes=plan.pass_ == "backward", pads=True)
     (batch, *extents, heads, width), (_, *kv_extents, heads_kv, _) = inputs.query.shape, inputs.key.shape
