@@ -1,20 +1,24 @@
-// Orders in which CTAs take tiles, for all kernels and their launches.
+// The order in which CTAs process tiles, for all kernels and their launches.
 //
-// An order has two goals. The longest tiles come first, so that all SMs finish at about the same time. Consecutive
-// tiles read the same data, so that it is still in L2.
+// The order has two goals. The longest tiles come first, so that all SMs finish at about the same time. Consecutive
+// tiles read the same data, so that L2 still holds it for the later tile.
 //
-//   forward pass          QueryTileSchedule maps a tile's number to its position. In the portable kernel, the number
-//                         is the CTA's block index. Persistent CTAs of the Hopper kernel get tiles from TileSupply: in
-//                         fixed rounds or, if there are many tiles, from a counter whenever a CTA is done. Launches
-//                         that continue earlier ones, with halos, begin with the queries next to the halos.
-//   backward, Hopper      KeyTileSchedule: CTAs take positions from a counter. A position is a tile's number; if there
-//                         are few tiles, it is the next longest tile; if tiles take turns in adding to the query
-//                         gradient, it is the next tile of the common TurnOrder.
-//   backward, elsewhere   A CTA processes one tile, or iterates over several: `longest_first` in each dimension.
+//   forward pass          QueryTileSchedule maps a tile's number to its batch entry, head and coordinates. In the
+//                         portable kernel, the number is the CTA's block index. In the Hopper kernel, persistent CTAs
+//                         get numbers from TileSupply. If there are few tiles, every CTA gets one tile per round. If
+//                         there are many, a CTA that is done takes the next tile from a counter. A launch that
+//                         continues an earlier launch with the keys of a halo begins with the queries next to the halo.
+//   backward, Hopper      KeyTileSchedule: CTAs take positions from a counter and process the tiles at these positions.
+//                         Tiles are ordered by number, except the last ones, which are ordered by length, longest
+//                         first. If tiles add to the query gradient in a fixed order (take turns), they are ordered by
+//                         TurnOrder in each dimension.
+//   backward, elsewhere   A CTA processes one tile or several tiles one after the other. Tiles are ordered by
+//                         `longest_first` in each dimension.
 //
-// The inner tiles of a tile are the key/value tiles that a query tile sees, or the query tiles that see a key/value
-// tile. They form a box, and are read from the box's first token on, last dimension fastest (tile_walk.cuh).
-// docs/kernels.md lists the gains of these orders.
+// While a CTA processes a tile, it iterates over inner tiles. In the forward pass, these are the key/value tiles that
+// the query tile attends to (sees). In the backward pass, they are the query tiles that attend to the key/value tile.
+// The inner tiles cover a box of tokens. They are read from the first token of the box on, last dimension fastest
+// (tile_walk.cuh). docs/kernels.md lists the gains of these orders.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -28,18 +32,19 @@
 
 namespace natten_jax {
 
-/// Position of a tile.
+/// Batch entry, head, dilation group and coordinates of a tile.
 struct TilePlace {
   int batch;
   int head;
   int group;       // dilation group
-  int residue[3];  // per dimension
-  int index[3];    // in the dilation group
+  int residue[3];  // per dimension: coordinates of the dilation group's tokens modulo the dilation
+  int index[3];    // per dimension: index of the tile among the tiles of the dilation group
 };
 
-/// Numbering of tiles. Indices from slowest to fastest: batch, block of heads, dilation group, tile, head.
+/// Numbering of tiles. A number enumerates [batch, block of heads, dilation group, tile of the group, head of the
+/// block], last dimension fastest.
 struct TileNumbers {
-  int heads_per_block;  // heads whose tiles are interleaved
+  int heads_per_block;  // number of heads whose tiles are interleaved
   cutlass::FastDivmod by_tiles_per_group, by_groups, by_heads_per_block, by_head_blocks;
 
   template <cutlass::FastDivmod DeviceAxis::* kByTiles>
@@ -59,7 +64,7 @@ struct TileNumbers {
   }
 };
 
-/// The order of query tiles.
+/// Order of the query tiles of a launch.
 struct QueryTileSchedule {
   TileNumbers numbers;
 
@@ -67,12 +72,14 @@ struct QueryTileSchedule {
     return numbers.place<&DeviceAxis::by_q_tiles>(axis, tile);
   }
 
-  /// Reverses causal dimensions: late queries see the most keys, and the longest work comes first.
+  /// Index of the `index`th tile of a dimension. Causal dimensions are reversed, because the last queries attend to the
+  /// most keys, and the longest tiles come first.
   CUTLASS_HOST_DEVICE static int latest_first(const DeviceAxis& axis, int index) {
     return axis.is_causal() ? axis.q_tiles - 1 - index : index;
   }
 
-  /// If keys begin at a distance before or after the queries, the nearest queries see the most keys and come first.
+  /// Index of the `index`th tile of a dimension, if the keys begin `distance` tokens after the queries (negative:
+  /// before them). The queries nearest to the keys attend to the most keys, so they come first.
   CUTLASS_HOST_DEVICE static int nearest_first(const DeviceAxis& axis, int index, int distance) {
     return distance < 0 ? index : distance > 0 ? axis.q_tiles - 1 - index : latest_first(axis, index);
   }
@@ -87,31 +94,34 @@ __device__ __forceinline__ int count_one_more(std::int32_t* counter) {
 }
 #endif
 
-/// Supplies persistent CTAs with tiles, round by round. Numbers past the last tile mark the end.
+/// Supplies persistent CTAs with tile numbers, one per round. If a CTA gets a number of `tiles` or more, no tiles are
+/// left for it.
 struct TileSupply {
-  std::int32_t* next_tile;  // counts the tiles that CTAs have taken; null: CTAs take them in a fixed order
+  std::int32_t* next_tile;  // counts the tiles that CTAs have taken after their first ones; null: fixed order
   int tiles;
 
 #if defined(__CUDACC__)
   __device__ __forceinline__ int take(int round) const {
     if (next_tile == nullptr) {
-      // Every other round runs backwards, so that no CTA always gets the shorter tiles.
+      // Every other round assigns tiles in reverse order of CTAs, so that no CTA always gets the shorter tiles.
       const int first = round * static_cast<int>(gridDim.x);
       return first + static_cast<int>(round % 2 == 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     }
-    // Tiles differ in length, and SMs in speed: a CTA that is done takes the next tile.
+    // A CTA that is done takes the next tile, because tiles differ in length, and SMs in speed.
     return round == 0 ? blockIdx.x : gridDim.x + count_one_more(next_tile);
   }
 #endif
 };
 
-/// Number of the `i`th key/value tile of a dimension, if tiles are ordered by the number of queries that see them, most
-/// first. Windows at an end of the layout do not shrink. So keys from half a window to a window away from the end are
-/// seen by more queries than all others, and nearer keys by fewer. If the dimension is causal, the keys of the last
-/// window are seen by the fewest queries.
+/// Index of the `i`th key/value tile of a dimension. Tiles are ordered by the number of queries that attend to them,
+/// largest number first.
+///
+/// At an end of the layout, windows are shifted inwards and keep their size. So keys whose distance from the end is
+/// between half a window and a window have the most queries, and keys nearer to the end have the fewest. In a causal
+/// dimension, the keys of the last window have the fewest queries.
 CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
   if (axis.is_causal()) return i;
-  const bool at_end = i % 2 != 0;  // odd tiles count from the other end
+  const bool at_end = i % 2 != 0;  // for odd `i`, tiles are counted from the last one
   const int place = i / 2, tiles = (axis.kv_tiles + !at_end) / 2;
   const int nearest = axis.by_kv_tile.divide(axis.kernel_size / 2);
   const int last = smaller(axis.by_kv_tile.divide(axis.kernel_size + axis.kv_tile - 1), tiles);
@@ -121,17 +131,20 @@ CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
   return at_end ? axis.kv_tiles - 1 - tile : tile;
 }
 
-/// One dimension of the order in which key/value tiles add to shared results: from tile `first` down, then from the
-/// last tile down. Neighboring tiles then naturally reach their common queries one after the other.
+/// Order in which key/value tiles add to the query gradient, in one dimension: tiles `first`, `first` - 1, ..., 0, then
+/// the last tile down to tile `first` + 1.
+///
+/// Every key/value tile iterates over its query tiles in ascending order. The next tile of this order usually has a
+/// lower index. So it starts at earlier queries and reaches the common queries after its predecessor.
 struct TurnOrder {
   int first;
 
-  /// The `i`th tile.
+  /// Index of the `i`th tile of the order.
   CUTLASS_HOST_DEVICE int tile(const DeviceAxis& axis, int i) const {
     return first - i + (i > first ? axis.kv_tiles : 0);
   }
 
-  /// Number of tiles from `lowest` to `highest` that come before `tile`.
+  /// Number of tiles with indices from `lowest` to `highest` that come before `tile` in the order.
   CUTLASS_HOST_DEVICE int before(int tile, int lowest, int highest) const {
     const int highest_of_run = smaller(highest, first);
     const int first_run = larger(highest_of_run - lowest + 1, 0);
@@ -142,29 +155,30 @@ struct TurnOrder {
 /// Maximum number of key/value tiles that are sorted by length.
 inline constexpr int kMostSortedTiles = 1024;
 
-/// Order of key/value tiles on Hopper. Tiles of additional tokens, which all queries see, come first.
+/// Order of the key/value tiles of a launch of the Hopper backward kernel. Tiles of additional tokens come first,
+/// because all queries attend to them.
 struct KeyTileSchedule {
-  std::int32_t* next_tile;  // counts the positions that CTAs have taken, from `first_taken` on
-  // [batch, heads, dilation groups, query tiles]: number of key/value tiles that have added to a query tile's dQ, in a
-  // fixed order; null: in any order
+  std::int32_t* next_tile;  // counter of the positions that `take` has returned
+  // [batch, heads, dilation groups, query tiles]: number of key/value tiles that have added to the query tile's dQ.
+  // Null if they do not take turns and add in any order.
   std::int32_t* turns;
   TurnOrder turn_order[3];
-  int first_taken;
-  int additional_tiles;  // of the whole problem
-  int tiles;             // of the whole problem, including additional tokens
+  int first_taken;       // first position that `take` returns, if `turns` is not null
+  int additional_tiles;  // tiles of additional tokens in the problem
+  int tiles;             // all tiles of the problem, with those of additional tokens
   int groups;            // dilation groups
   int q_tiles;           // query tiles per dilation group
-  int first_sorted;      // from this position on, tiles are taken in the order of `by_length`
-  TileNumbers numbers;   // of tiles of the layout
+  int first_sorted;      // tiles at this position and later positions are ordered by length
+  TileNumbers numbers;   // numbers of the tiles of the layout, without tiles of additional tokens
   cutlass::FastDivmod by_additional_tiles_per_head, by_heads_kv;
-  std::uint16_t by_length[kMostSortedTiles];  // counted from `first_sorted`
+  std::uint16_t by_length[kMostSortedTiles];  // at position - `first_sorted`: tile number - `first_sorted`
 
-  /// Number of the tile at a position.
+  /// Number of the tile at a position of the order.
   CUTLASS_HOST_DEVICE int tile_at(int position) const {
     return position < first_sorted ? position : first_sorted + by_length[position - first_sorted];
   }
 
-  /// Position of a tile of additional tokens: batch entry, head and, as index[2], its number in the head.
+  /// Batch entry and head of a tile of additional tokens. index[2] is the tile's index among those of the head.
   CUTLASS_HOST_DEVICE TilePlace additional_place(int tile) const {
     TilePlace result{};
     int outer;
@@ -173,29 +187,30 @@ struct KeyTileSchedule {
     return result;
   }
 
-  /// Position of a tile of the layout.
+  /// Batch entry, head, dilation group and coordinates of a tile of the layout.
   CUTLASS_HOST_DEVICE TilePlace place(const DeviceAxis (&axis)[3], int tile) const {
     return numbers.place<&DeviceAxis::by_kv_tiles>(axis, tile - additional_tiles);
   }
 
-  /// Number of the tile at position `index` of a dimension's order. `distance`: from the queries to the keys. A halo of
-  /// a causal dimension lies before all queries: its nearest tiles are seen by the most queries, and come first.
+  /// Index of the `index`th tile of a dimension. `distance` is the index of the first key minus the index of the first
+  /// query. If the keys are a causal dimension's halo, they lie before all queries. The keys nearest to the queries
+  /// then have the most queries, so the order is reversed.
   CUTLASS_HOST_DEVICE int tile_of(const DeviceAxis& axis, int dimension, int index, int distance) const {
     if (turns != nullptr) return turn_order[dimension].tile(axis, index);
     return axis.is_causal() && distance <= -axis.kv_group_tokens ? axis.kv_tiles - 1 - index : index;
   }
 
-  /// Turn counters of a dilation group's query tiles, for a row of [batch, heads].
+  /// `turns` of the query tiles of a dilation group. `row` is an index of [batch, heads], flattened.
   CUTLASS_HOST_DEVICE std::int32_t* turns_of(int row, int group) const {
     return turns + (static_cast<std::int64_t>(row) * groups + group) * q_tiles;
   }
 
-  /// True if a CTA's first position is its block index. If tiles take turns, a tile waits for tiles at earlier
-  /// positions, which must have been taken by running CTAs.
+  /// True if a CTA's first position is its block index. False if tiles take turns: a tile then waits for the tiles at
+  /// earlier positions. CTAs that have not started must not own these positions, because the wait might never end.
   CUTLASS_HOST_DEVICE bool starts_at_block() const { return turns == nullptr; }
 
 #if defined(__CUDACC__)
-  /// Takes the next position: the first CTA that is done gets it.
+  /// Takes the next position of the order for a CTA that is done with its tile.
   __device__ __forceinline__ int take() const {
     const int count = count_one_more(next_tile);
     return count + (starts_at_block() ? gridDim.x : first_taken);
@@ -206,10 +221,10 @@ struct KeyTileSchedule {
 /// Order of a launch's query tiles.
 QueryTileSchedule schedule_query_tiles(const Problem& problem, const Geometry& geometry);
 
-/// Computes the order of a launch's key/value tiles. The caller sets its counters.
+/// Computes the order of a launch's key/value tiles. The caller sets `next_tile` and `turns`.
 ///
 /// Args:
-///   additional_tiles_per_head: tiles of additional tokens.
+///   additional_tiles_per_head: number of tiles of additional tokens per head.
 ///   takes_turns: true if tiles add to the query gradient in a fixed order.
 ///   multiprocessors: number of SMs of the device.
 ///   schedule: the result.

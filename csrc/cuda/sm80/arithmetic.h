@@ -1,4 +1,4 @@
-// Arithmetic of a launch's products.
+// Precision of the matrix products of a launch.
 #pragma once
 
 #include "cuda/common/constants.h"
@@ -7,13 +7,13 @@ namespace natten_jax::sm80 {
 
 enum class Arithmetic { kFloat16, kBFloat16, kFloat32, kTensorFloat32 };
 
-/// True if elements have 16 bits. Only kernels for such elements add key biases.
+/// True if array elements have 16 bits. Only kernels for 16-bit elements support key biases.
 constexpr bool is_half(Arithmetic arithmetic) {
   return arithmetic == Arithmetic::kFloat16 || arithmetic == Arithmetic::kBFloat16;
 }
 
-/// Calls `call` with the arithmetic of a problem's products as a constant. Products of float32 elements are computed in
-/// TF32 unless `is_accurate`.
+/// Calls `call` with the arithmetic of the problem's products as a compile-time constant. Products of float32 elements
+/// are computed in TF32 unless `is_accurate`.
 template <class Call>
 Status with_arithmetic(ElementType type, bool is_accurate, const Call& call) {
   const Arithmetic of_float32 = is_accurate ? Arithmetic::kFloat32 : Arithmetic::kTensorFloat32;

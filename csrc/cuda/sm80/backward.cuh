@@ -1,13 +1,14 @@
 // Backward neighborhood attention for any GPU since Ampere.
 //
-// A CTA owns a key/value tile (several in turn, if there are fewer CTAs than tiles). It iterates over the query tiles
-// in the box of queries that see any of its keys, for every query head of its key/value head:
+// A CTA processes one key/value tile, or several one after the other if there are fewer CTAs than tiles. For every
+// query head that shares the tile's key/value head, it iterates over the query tiles with queries that attend to (see)
+// any of its keys. A step processes `kQueries` queries of a query tile:
 //
 //   S^T = K Q^T, dP^T = V dO^T    P = exp(scale * S - logsumexp)    dS = P * (dP - delta)
-//   dV += P^T dO, dK += dS^T Q    in registers                      dQ += dS K    added to sums in memory
+//   dV += P^T dO, dK += dS^T Q    accumulated in registers          dQ += dS K    accumulated in global memory
 //
-// Each CTA adds to a sum in a fixed order, so results are reproducible if a single CTA processes all tiles. Weights and
-// dS pass from warp to warp through shared memory.
+// Different CTAs add to dQ in any order, but a single CTA adds in a fixed order. So results are reproducible if one CTA
+// processes all key/value tiles of a head and dilation group. Warps exchange P and dS through shared memory.
 #pragma once
 
 #include <cmath>
@@ -19,7 +20,7 @@
 
 namespace natten_jax::sm80 {
 
-/// Adds to two neighboring floats in global memory.
+/// Atomically adds `x` and `y` to two neighboring floats in global memory.
 CUTE_DEVICE void add_pair(float* sums, float x, float y) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(sums), "f"(x), "f"(y) : "memory");
@@ -38,7 +39,7 @@ CUTE_DEVICE void write_pair(Element* destination, float x, float y) {
   }
 }
 
-/// A warp's part of a tile's dK and dV.
+/// The rows (keys) and columns (elements of the head) of a tile's dK and dV that a warp computes.
 template <class Traits>
 struct KeyGradients {
   using Element = typename Traits::Element;
@@ -49,7 +50,7 @@ struct KeyGradients {
   const int key0 = threadIdx.x / 32 / Traits::KeyWarps::kColumnWarps * kRows;
   const int element0 = threadIdx.x / 32 % Traits::KeyWarps::kColumnWarps * kColumns;
 
-  /// gradient += the product of weights or dS with rows of queries.
+  /// Adds a step's contribution to dV (`weights` = P, `queries` = dO) or to dK (`weights` = dS, `queries` = Q).
   CUTE_DEVICE void add(Accumulator& gradient, const char* weights, const char* queries) const {
     const typename Product::template ReadPairedA<typename Traits::WeightTile> read_a(shared_address(weights), key0);
     const typename Product::template ReadTransposedB<typename Traits::Tile> read_b(shared_address(queries), element0);
@@ -58,7 +59,7 @@ struct KeyGradients {
         [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
   }
 
-  /// Writes a gradient to global memory; `first` is the element of token 0.
+  /// Writes a gradient to global memory. `first` is the index in `data` of the first element of token 0.
   CUTE_DEVICE void write(const BackwardParams& p, const typename Traits::SharedStorage& shared, void* data,
                          std::int64_t first, const Accumulator& gradient, int head_dim, float scale) const {
     const int lane = threadIdx.x % 32, lane4 = lane % 4;
@@ -77,7 +78,7 @@ struct KeyGradients {
   }
 };
 
-/// Adds a step's part of dQ to the sums in global memory.
+/// Adds dS K of a step to dQ in global memory.
 template <class Traits>
 CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Traits::SharedStorage& shared,
                                     const QueryStep& step, const KeyHead& own) {
@@ -93,9 +94,10 @@ CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Trai
   accumulate<Product, kRows / 16, kColumns / 16, Traits::kKeys / Product::kStep>(
       d_query, [&](auto& a, int m, int i) __attribute__((always_inline)) { read_a(a, 16 * m, i); },
       [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
-  // Sums for 16-bit elements are scaled when they are converted.
+  // For 16-bit elements, another kernel scales dQ when it converts the float32 sums.
   const float scale = sizeof(typename Traits::Element) == 4 ? own.scale(p).query_gradient : 1.f;
-  const bool is_whole = element0 + kColumns <= p.head_dim;  // a single test for all pairs: each test would be a branch
+  // Tested once for all pairs of elements, because a test per pair would be a branch per pair.
+  const bool is_whole = element0 + kColumns <= p.head_dim;
   float* sums = p.query_gradient + own.batch * p.query_gradient_batch + own.query_head(step) * p.query_gradient_head +
                 element0 + 2 * lane4;
   CUTE_UNROLL
@@ -119,7 +121,7 @@ CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Trai
   }
 }
 
-/// Starts to copy the queries of the step after `step`, if there is one.
+/// Starts the copies of the queries of the step after `step`, if there is one.
 template <class Traits>
 CUTE_DEVICE void load_next(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step,
                            const KeyHead& own, int stage) {
@@ -128,9 +130,10 @@ CUTE_DEVICE void load_next(const BackwardParams& p, typename Traits::SharedStora
   if (next.head < own.queries) load_queries<Traits>(p, shared, next, own, stage);
 }
 
-/// `kIsPlain`: true only for launches that are plain (is_plain); false supports all calls. With one kernel for all
-/// calls, backward passes took 1.5% longer for the scales (heads of 64), and 1 to 3% for layouts and ends (heads of
-/// 128; H100).
+/// The backward kernel. If `kIsPlain`, it supports only plain launches (`is_plain`), otherwise all launches.
+///
+/// A single kernel for all launches would be slower (H100). Support of scales per head costs 1.5% (heads of 64).
+/// Support of layouts per batch entry, and of dimensions that cut or wrap windows, costs 1 to 3% (heads of 128).
 template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm80_fna_backward(const __grid_constant__ BackwardParams p) {
@@ -145,7 +148,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const KeyGradients<Traits> gradients;
 
   for (int tile = split; tile < p.tiles; tile += p.splits) {
-    __syncthreads();  // the last tile's tables have been read
+    __syncthreads();  // all threads have read the tables of the previous tile
     if (!plan_keys<Traits, kIsPlain>(p, own.batch, tile, group, shared)) continue;
     __syncthreads();
     load_keys<Traits>(p, shared, own);
@@ -164,17 +167,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     while (step.head < own.queries) {
       wait_copies<0>();
       if constexpr (Traits::kHasKeyBias) hide_unseeing<Traits>(shared, stage);
-      __syncthreads();  // these queries are loaded; results of the last step have been read
+      __syncthreads();  // the step's queries are loaded; all threads have read P and dS of the previous step
       if (kStages == 2) load_next<Traits>(p, shared, step, own, stage ^ 1);
       note_queries<Traits>(p, shared, step);
       if (Traits::kLogitWarps == Traits::kWarps || threadIdx.x / 32 < Traits::kLogitWarps) {
         logits.compute(step, own, stage, bias_sums);
       }
-      __syncthreads();  // weights and dS are written
+      __syncthreads();  // P and dS are written
       gradients.add(d_value, shared.weights, shared.d_out[stage]);
       gradients.add(d_key, shared.d_logits, shared.q[stage]);
       if (kStages == 1) {
-        __syncthreads();  // the queries have been read
+        __syncthreads();  // all threads have read the step's queries
         load_next<Traits>(p, shared, step, own, 0);
       }
       add_query_gradient<Traits>(p, shared, step, own);

@@ -1,4 +1,4 @@
-// Launches the forms of the backward kernel, and instantiates them.
+// Launch and instantiation of the forms (compiled variants) of the backward kernel.
 #pragma once
 
 #include "cuda/sm80/backward.cuh"
@@ -18,8 +18,8 @@ Status launch_backward_form(const BackwardParams& params, const BackwardForm& fo
     static_assert(
         has_backward_form(Traits::kHeadDim, sizeof(Element), Traits::kKeys, sizeof(typename Traits::SharedStorage)));
     if (form.head_dim == Traits::kHeadDim && form.keys == Traits::kKeys) {
-      // A single kernel for all float32 calls, which are slowest and spend most of their time in products. Also a
-      // single kernel for all calls with key biases.
+      // Only 16-bit calls without key biases have a separate kernel for plain launches. Float32 calls need none,
+      // because they are slow and spend most of their time in products.
       constexpr bool kHasPlain = sizeof(Element) == 2 && !kHasKeyBias;
       const auto kernel = is_plain(params) ? natten_jax_sm80_fna_backward<Traits, kHasPlain>
                                            : natten_jax_sm80_fna_backward<Traits, false>;

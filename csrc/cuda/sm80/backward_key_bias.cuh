@@ -1,4 +1,5 @@
-// Key biases in the backward kernel, and their gradients: sums of dS over the queries of a head.
+// Key biases in the backward kernel, and their gradients. The gradient of a key's bias is the sum of dS over the
+// queries of a head.
 #pragma once
 
 #include "cuda/common/key_bias.cuh"
@@ -6,25 +7,26 @@
 
 namespace natten_jax::sm80 {
 
-/// A form of the kernel that adds key biases.
+/// The form `Traits` of the kernel with key biases.
 template <class Traits>
 struct BackwardKeyBiased : Traits {
   static constexpr bool kHasKeyBias = true;
 
   struct SharedStorage : Traits::SharedStorage {
-    float key_bias[Traits::kKeys];                                     // of the query head, in products
-    float bias_sums[Traits::LogitWarps::kColumnWarps][Traits::kKeys];  // of warps that share keys
+    float key_bias[Traits::kKeys];  // biases for the current query head, divided by the scale of the logits
+    // Several warps compute logits of the same keys and different queries. Each has its own row of partial sums of dS.
+    float bias_sums[Traits::LogitWarps::kColumnWarps][Traits::kKeys];
   };
 };
 
-/// Gradients of biases that a thread accumulates, of the keys in its rows of the logits.
+/// A thread's partial gradients of key biases. It sums its elements of dS for each key (row of dS).
 template <class Traits>
 struct BiasSums {
-  static constexpr int kRows = Traits::kLogitRows / 8;  // per thread, eight apart
+  static constexpr int kRows = Traits::kLogitRows / 8;  // rows of a thread: every eighth row of its warp
 
   float of_row[kRows] = {};
 
-  /// Writes the gradients of a query head and resets the sums. All threads of the CTA take part.
+  /// Writes the gradients of the biases for a query head and resets the sums. All threads of the CTA must call it.
   CUTE_DEVICE void finish(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own,
                           int head) {
     constexpr int kColumnWarps = Traits::LogitWarps::kColumnWarps;
@@ -49,7 +51,7 @@ struct BiasSums {
     }
   }
 
-  /// Writes zeros if no query sees the keys.
+  /// Writes zeros, for a tile whose keys no query attends to.
   CUTE_DEVICE static void write_zeros(const BackwardParams& p, const typename Traits::SharedStorage& shared,
                                       const KeyHead& own) {
     for (int head = 0; head < own.queries; ++head) {
@@ -73,20 +75,21 @@ struct NoBiasSums {};
 template <class Traits>
 using BiasSumsOf = std::conditional_t<Traits::kHasKeyBias, BiasSums<Traits>, NoBiasSums>;
 
-/// Loads the biases of a tile's keys for a query head. They can be read after a barrier.
+/// Loads the biases of a tile's keys for a query head. Other threads may read them only after a barrier.
 template <class Traits>
 CUTE_DEVICE void load_biases(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own,
                              int head) {
   const float per_logit = products_per_logit(own.scale(p).logits);
   const int of_head = p.key_bias_heads == 1 ? 0 : own.head * own.queries + head;
   for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
-    const int token = max(shared.row_windows[row][0].w, 0);  // rows without a key are masked
+    const int token = max(shared.row_windows[row][0].w, 0);  // rows without a key load any bias; they are masked later
     const float bias = p.key_bias[(own.batch * p.keys + token) * p.key_bias_heads + of_head];
     shared.key_bias[row] = bias_in_products(bias, per_logit);
   }
 }
 
-/// Gives queries that see no keys weights of zero. Each thread handles the logsumexp that it has copied.
+/// Sets the logsumexp of queries that attend to no key from -infinity to infinity, so that their weights are zero. Each
+/// thread changes the logsumexp that it copied itself, so no barrier is needed before.
 template <class Traits>
 CUTE_DEVICE void hide_unseeing(typename Traits::SharedStorage& shared, int stage) {
   if (threadIdx.x >= Traits::kQueries) return;

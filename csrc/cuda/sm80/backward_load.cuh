@@ -1,4 +1,4 @@
-// Plans and copies of the backward kernel, before a key/value tile and before a step of queries.
+// Planning and loading in the backward kernel: of a key/value tile, and of the queries of a step.
 #pragma once
 
 #include "cuda/common/axis_plan.cuh"
@@ -6,8 +6,8 @@
 
 namespace natten_jax::sm80 {
 
-/// Computes the queries that see the keys of a batch entry's tile. Returns false if the tile has no keys. All threads
-/// take part.
+/// Computes the queries that attend to a tile's keys: a box for all keys, and a window per key. Returns false if the
+/// tile has no keys in the batch entry. All threads of the CTA must call it.
 template <class Traits, bool kIsPlain>
 CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int group,
                            typename Traits::SharedStorage& shared) {
@@ -90,7 +90,7 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int gro
   return true;
 }
 
-/// Starts to copy the keys and values of a tile, and computes its tables.
+/// Starts the copies of a tile's keys and values, and computes the tables of rows and masks for its query tiles.
 template <class Traits>
 CUTE_DEVICE void load_keys(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own) {
   for (int row = threadIdx.x; row < kMostQueries; row += Traits::kThreads) {
@@ -110,7 +110,7 @@ CUTE_DEVICE void load_keys(const BackwardParams& p, typename Traits::SharedStora
   QueryColumnMask(shared.mask_words, p.axis).template build<kMostQueries>(p.axis, threadIdx.x / 32, Traits::kWarps);
 }
 
-/// Starts to copy the queries of a step, their dO, logsumexps and deltas.
+/// Starts the copies of a step's rows of Q and dO, and of their logsumexps and deltas.
 template <class Traits>
 CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step,
                               const KeyHead& own, int stage) {
@@ -146,7 +146,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   commit_copies();
 }
 
-/// Stores the tokens of a step's queries.
+/// Stores the token of each query of a step in shared memory, for `add_query_gradient`.
 template <class Traits>
 CUTE_DEVICE void note_queries(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step) {
   if (threadIdx.x >= Traits::kQueries) return;

@@ -1,4 +1,5 @@
-// Logits, weights and their gradients of a step, with a row per key and a column per query.
+// Logits (S), weights (P) and their gradients (dS and dP) in a step of the backward kernel. Rows are keys, and columns
+// are queries.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -9,7 +10,8 @@
 
 namespace natten_jax::sm80 {
 
-/// A warp's part of the logits. Logits and gradients are arguments, so that they stay in registers.
+/// The rows and columns of the logits that a warp computes. Logits and gradients are arguments of the methods instead
+/// of members, so that they stay in registers.
 template <class Traits>
 struct LogitTile {
   using Element = typename Traits::Element;
@@ -31,16 +33,17 @@ struct LogitTile {
         key0(threadIdx.x / 32 / Traits::LogitWarps::kColumnWarps * kRows),
         query0(threadIdx.x / 32 % Traits::LogitWarps::kColumnWarps * kColumns) {}
 
-  /// Writes a step's weights and dS to shared memory, and accumulates dS if keys have biases.
+  /// Computes a step's weights and dS and writes them to shared memory. With key biases, also adds dS to `bias_sums`.
   CUTE_DEVICE void compute(const QueryStep& step, const KeyHead& own, int stage, BiasSumsOf<Traits>& bias_sums) const {
     Accumulator s = {}, d_weight = {};
     if constexpr (Traits::kHasKeyBias) start_at_biases(s);
-    const bool any_large = has_large(stage);  // before the products, after which the vote would wait for shared memory
+    // Called before the products: after them, its warp vote would wait for loads from shared memory.
+    const bool any_large = has_large(stage);
     multiply(s, shared.k, shared.q[stage]);
-    // A branch, because steps that need no remainders would otherwise wait for loads of remainders.
+    // A branch, so that steps without large logsumexps do not wait for loads of remainders.
     if (any_large) subtract_large(s, step, own, stage);
     weigh(s, any_large, own, stage);
-    multiply(d_weight, shared.v, shared.d_out[stage]);  // the compiler interleaves these with weigh's instructions
+    multiply(d_weight, shared.v, shared.d_out[stage]);  // the compiler interleaves these products with `weigh`
     const bool is_whole = step.column + Traits::kQueries <= p.q_tile_tokens &&
                           step.walk.is_inside(p.axis, shared.inner_begin, shared.inner_end);
     subtract_delta(d_weight, stage);
@@ -49,7 +52,8 @@ struct LogitTile {
   }
 
  private:
-  /// True if some logsumexp of the warp's queries needs its remainder.
+  /// True if at least one of the warp's queries has a logsumexp so large that weights need its remainder
+  /// (natten_jax/logsumexp.h).
   CUTE_DEVICE bool has_large(int stage) const {
     bool result = false;
     CUTE_UNROLL
@@ -76,13 +80,13 @@ struct LogitTile {
         [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
   }
 
-  /// Replaces logits by exponents of weights, including the remainders of large logsumexps.
+  /// Replaces each logit by the exponent of its weight in base 2. Subtracts remainders of large logsumexps.
   CUTE_DEVICE void subtract_large(Accumulator& s, const QueryStep& step, const KeyHead& own, int stage) const {
     const TokenBox& box = shared.box;
     const QueryWalk& at = step.walk;
     const float exponent_scale = own.scale(p).logits * kLog2E;
-    // Not unrolled: the logits are rotated so that the next ones are always first. Unrolled code would take registers
-    // from the remaining code.
+    // Not unrolled, because unrolled code would take registers from the rest of the kernel. A variable cannot index
+    // registers, so every iteration processes the first columns and then rotates all columns by one position.
 #pragma unroll 1
     for (int n = 0; n < kColumns / 8; ++n) {
       float exponents[kRows / 16][4];
@@ -116,7 +120,7 @@ struct LogitTile {
     }
   }
 
-  /// Replaces logits, or exponents, by weights.
+  /// Replaces logits by weights. If `are_exponents`, `subtract_large` has already replaced the logits by exponents.
   CUTE_DEVICE void weigh(Accumulator& s, bool are_exponents, const KeyHead& own, int stage) const {
     const float exponent_scale = are_exponents ? 1.f : own.scale(p).logits * kLog2E;
     CUTE_UNROLL
@@ -144,13 +148,13 @@ struct LogitTile {
     }
   }
 
-  /// Sets the weights of queries that do not see a key to zero.
+  /// Replaces masked weights by zero. A weight is masked if the query does not attend to the key.
   CUTE_DEVICE void mask(Accumulator& s, const QueryStep& step) const {
     const LaneMask<QueryColumnMask> lane_mask(QueryColumnMask(shared.mask_words, p.axis), lane4);
     const int4 first = make_int4(step.walk.x, step.walk.y, step.walk.z, 0);
     constexpr int kHalf = kRows / 16;
-    std::uint32_t visible[2][kHalf] = {};  // zeros: otherwise these would occupy registers between steps
-    // Not unrolled, because the compiler would predicate unrolled instructions instead of jumping over them.
+    std::uint32_t visible[2][kHalf] = {};  // initialised, because it would otherwise occupy registers between steps
+    // Not unrolled: the compiler would predicate unrolled instructions, so steps without a mask would not skip them.
 #pragma unroll 1
     for (int half = 1; half >= 0; --half) {
       CUTE_UNROLL

@@ -1,4 +1,5 @@
-// Forms of the backward kernel: compiled variants, division of products between warps, and shared memory.
+// Forms (compiled variants) of the backward kernel. A form defines tile sizes, how warps divide the products, and the
+// contents of shared memory.
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
@@ -8,9 +9,9 @@
 
 namespace natten_jax::sm80 {
 
-constexpr int kMostQueries = 128;  // of a query tile
+constexpr int kMostQueries = 128;  // maximum tokens of a query tile
 
-/// Division of the rows and columns of a product between warps.
+/// Number of warps that divide the rows of a product's result, and number of warps that divide its columns.
 template <int kRowWarps_, int kColumnWarps_>
 struct WarpGrid {
   static constexpr int kRowWarps = kRowWarps_, kColumnWarps = kColumnWarps_;
@@ -21,19 +22,19 @@ template <class Element_, class Product_, int kHeadDim_, int kKeys_, int kQuerie
 struct BackwardTraits {
   using Element = Element_;
   using Product = Product_;
-  using LogitWarps = LogitWarps_;  // of products with a row per key and a column per query
-  using KeyWarps = KeyWarps_;      // a row per key and a column per element of the head
-  using QueryWarps = QueryWarps_;  // a row per query and a column per element of the head
+  using LogitWarps = LogitWarps_;  // for S^T and dP^T: rows are keys, columns are queries
+  using KeyWarps = KeyWarps_;      // for dK and dV: rows are keys, columns are elements of the head
+  using QueryWarps = QueryWarps_;  // for dQ: rows are queries, columns are elements of the head
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kKeys = kKeys_;
   static constexpr int kQueries = kQueries_;
-  static constexpr int kStages = kStages_;    // query tiles in shared memory
+  static constexpr int kStages = kStages_;    // steps whose queries fit into shared memory at a time
   static constexpr bool kHasKeyBias = false;  // true in BackwardKeyBiased
   static constexpr int kWarps = KeyWarps::kRowWarps * KeyWarps::kColumnWarps;
   static constexpr int kLogitWarps = LogitWarps::kRowWarps * LogitWarps::kColumnWarps;
   static constexpr int kThreads = 32 * kWarps;
   static_assert(kLogitWarps <= kWarps);
-  // Rows and columns per warp.
+  // Number of rows and columns that a warp computes.
   static constexpr int kLogitRows = kKeys / LogitWarps::kRowWarps, kLogitColumns = kQueries / LogitWarps::kColumnWarps;
   static constexpr int kKeyRows = kKeys / KeyWarps::kRowWarps, kKeyColumns = kHeadDim / KeyWarps::kColumnWarps;
   static constexpr int kQueryRows = kQueries / QueryWarps::kRowWarps;
@@ -53,20 +54,22 @@ struct BackwardTraits {
     alignas(128) char d_logits[kKeys * WeightTile::kRowBytes];
     float logsumexp[kStages][kQueries];
     float delta[kStages][kQueries];
-    int query_tokens[kQueries];   // or -1
-    TokenBox box;                 // queries that see any key
-    int4 inner_begin, inner_end;  // queries that see every key
-    TileRows<QueryCopy> rows;     // of query tiles
-    int4 row_windows[kKeys][2];   // first query that sees the key (x, y, z) and its token, or -1; end of the queries
+    int query_tokens[kQueries];   // token of each query of the step; -1 without a query
+    TokenBox box;                 // queries that attend to any key of the tile
+    int4 inner_begin, inner_end;  // queries that attend to every key of the tile
+    TileRows<QueryCopy> rows;     // positions of the queries in a query tile
+    // Per key: [0] first query that attends to the key (x, y, z) and, in w, the key's token or -1 without a key;
+    // [1] end of the queries (x, y, z).
+    int4 row_windows[kKeys][2];
     std::uint32_t mask_words[QueryColumnMask::capacity(kMostQueries)];
   };
 };
 
-/// A few queries of a query tile, for one query head of the key/value head.
+/// A step: `kQueries` queries of a query tile and one of the query heads that share the key/value head.
 struct QueryStep {
   QueryWalk walk;
-  int column;  // first row of the query tile
-  int head;    // among the query heads that share the keys
+  int column;  // index of the step's first query in the query tile
+  int head;    // index among the query heads that share the key/value head
 
   CUTE_DEVICE void next(const BackwardParams& p, const TokenBox& box, int queries) {
     column += queries;
@@ -79,28 +82,28 @@ struct QueryStep {
   }
 };
 
-/// The key/value head of a CTA.
+/// The key/value head that a CTA processes.
 struct KeyHead {
   int batch, head;
-  int queries;      // query heads per key/value head
-  bool has_scales;  // heads may have separate scales: a kernel constant, in no register
+  int queries;      // number of query heads per key/value head
+  bool has_scales;  // true if heads may have separate scales; a compile-time constant, so it takes no register
 
   CUTE_DEVICE KeyHead(const BackwardParams& p, int outer, bool has_scales)
       : queries(p.heads / p.heads_kv), has_scales(has_scales) {
     p.by_heads_kv(batch, head, outer);
   }
 
-  /// Loads the scale at each use, because registers are scarce. Query heads with separate scales do not share a key
-  /// head.
+  /// Scale of the query heads that share the key/value head: heads with separate scales never share one. Loaded at each
+  /// use, because registers are scarce.
   CUTE_DEVICE HeadScale scale(const BackwardParams& p) const {
     if (!has_scales) return {p.scale.of_all, p.scale.of_all};
     return p.scale.of((batch * p.heads_kv + head) * queries);
   }
 
-  /// Index of a step's query head among the arrays' heads.
+  /// Index of a step's query head among all heads of the arrays.
   CUTE_DEVICE int query_head(const QueryStep& step) const { return head * queries + step.head; }
 
-  /// First element of the head's keys or values.
+  /// Index of the first element of the head's keys or values in the array.
   CUTE_DEVICE std::int64_t first(const BackwardParams& p, int head_dim) const {
     return (batch * p.keys * p.heads_kv + head) * static_cast<std::int64_t>(head_dim);
   }

@@ -1,5 +1,5 @@
-// Forms in which the portable CUDA kernels are compiled, and their limits. Only plain numbers: the launch code selects
-// a form from them, and Python reads them in every build.
+// Forms (compiled variants) of the portable CUDA kernels, and their limits. This header contains only plain numbers.
+// The launch code selects a form from them, and Python reads them in every build, also in builds without CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,25 +9,25 @@ namespace natten_jax::sm80 {
 inline constexpr std::int64_t kHeadDimStep = 8;
 inline constexpr std::int64_t kLargestHeadDim = 256;
 
-/// Maximum bytes of shared memory per CTA that every GPU since Ampere supports.
+/// Bytes of shared memory that a CTA can use on every GPU since Ampere.
 inline constexpr int kLeastSharedMemory = 99 << 10;
 
 /// Error message if no form fits.
 inline constexpr char kTooLittleSharedMemory[] = "the device has too little shared memory for heads of this width";
 
-/// A form of the forward kernel: its maximum head dimension, the bytes of an element, the maximum tokens of its tiles,
-/// and the maximum bytes of shared memory of its CTAs.
+/// A form of the forward kernel.
 struct ForwardForm {
-  int head_dim;
+  int head_dim;  // maximum
   int element_bytes;
-  int queries;
-  int keys;
-  int shared_memory;
+  int queries;        // maximum tokens of a query tile
+  int keys;           // maximum tokens of a key/value tile
+  int shared_memory;  // bytes per CTA that the device must support
 };
 
 inline constexpr int kLargestTile = 128;
 inline constexpr ForwardForm kWideForm{128, 2, 256, kLargestTile, 226 << 10};
-/// Sorted by element and head dimension, then by tile size. Forms use more stages on GPUs with enough shared memory.
+/// Forms of the forward kernel, sorted by element size, then by head dimension, then by tile size. On devices with more
+/// shared memory than a form requires, the form may be launched with more stages.
 inline constexpr ForwardForm kForwardForms[] = {
     {64, 2, 128, kLargestTile, kLeastSharedMemory},
     {128, 2, 128, kLargestTile, kLeastSharedMemory},
@@ -37,26 +37,25 @@ inline constexpr ForwardForm kForwardForms[] = {
     {128, 4, 64, kLargestTile, kLeastSharedMemory},
     {256, 4, 64, kLargestTile, kLeastSharedMemory},
 };
-/// Major compute capabilities that support the shared memory of every form above.
+/// Major compute capabilities of GPUs with enough shared memory for all of these forms.
 inline constexpr int kWideFormCapabilities[] = {9, 10};
 
-/// A form of the backward kernel: the keys that it processes at a time, and the bytes of shared memory that it needs.
-/// Its tiles have at most kLargestTile tokens.
+/// A form of the backward kernel. Its tiles have at most kLargestTile tokens.
 struct BackwardForm {
-  int head_dim;
+  int head_dim;  // maximum
   int element_bytes;
-  int keys;
-  int shared_memory;
+  int keys;           // keys that a CTA processes at a time
+  int shared_memory;  // bytes per CTA that the device must support
 };
 
-/// Sorted by element and head dimension, then by shared memory, largest first.
+/// Forms of the backward kernel, sorted by element size, then by head dimension, then by shared memory, largest first.
 inline constexpr BackwardForm kBackwardForms[] = {
     {64, 2, 128, 96 << 10},  {128, 2, 128, 226 << 10}, {128, 2, 64, 80 << 10},
     {256, 2, 64, 120 << 10}, {256, 2, 32, 84 << 10},   {64, 4, 64, 96 << 10},
     {128, 4, 32, 80 << 10},  {256, 4, 32, 148 << 10},  {256, 4, 16, 80 << 10},
 };
 
-/// Head dimension of the narrowest forms for heads of this width and elements of this size; 0 without such forms.
+/// Smallest head dimension among the forms that support `head_dim` and `element_bytes`; 0 if no form supports them.
 template <class Form, int kForms>
 constexpr int compiled_head_dim(const Form (&forms)[kForms], std::int64_t head_dim, int element_bytes) {
   for (const Form& form : forms) {
@@ -65,7 +64,7 @@ constexpr int compiled_head_dim(const Form (&forms)[kForms], std::int64_t head_d
   return 0;
 }
 
-/// True if the table has a form of the backward kernel.
+/// True if kBackwardForms has a form with these values and at least this `shared_memory`.
 constexpr bool has_backward_form(int head_dim, int element_bytes, int keys, int shared_memory) {
   for (const BackwardForm& form : kBackwardForms) {
     if (form.head_dim == head_dim && form.element_bytes == element_bytes && form.keys == keys) {

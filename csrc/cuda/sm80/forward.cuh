@@ -1,15 +1,17 @@
-// Forward neighborhood attention for any GPU since Ampere: cp.async gathers of multi-dimensional tiles from the natural
-// layout, mma.sync.
+// Forward neighborhood attention for any GPU since Ampere. It gathers multi-dimensional tiles from the arrays with
+// cp.async, without permuting the arrays first, and multiplies with mma.sync.
 //
-// A CTA owns a query tile, and a warp 16 or 32 of its rows: logits, online softmax in base 2, output. Key/value tiles
-// start at the first key in the query tile's windows and are read in steps of a few columns. A tile that a warp's rows
-// see completely is not masked, an invisible tile is skipped, and other tiles use a mask bit per element.
+// A CTA computes a query tile. Each of its warps computes 16 or 32 rows (queries) of the tile: logits, online softmax
+// in base 2, and output. Key/value tiles start at the first key in the windows of the query tile. They are processed in
+// steps of `kColumns` columns (keys). A warp skips a key/value tile if none of its rows attends to (sees) any of the
+// keys. It needs no mask if all rows attend to all keys of the tile. Otherwise it uses a mask bit per logit.
 //
-// The next step is loaded during a step if shared memory suffices; the SM's second CTA hides the remaining latency. On
-// GPUs with a large shared memory, all of which one CTA may use, a single CTA per SM loads steps into a ring of
-// buffers, and its warps, which need not be synchronised, hide each other's latency. Coordinates and flags of steps are
-// computed ahead, many steps at a time, because in the loop this would compete with the products for registers and
-// issue slots.
+// If shared memory suffices, the next step is loaded during the current step. A second CTA on the SM hides the
+// remaining latency. The form kWideForm needs almost all shared memory of an SM, so only one CTA runs on each SM. This
+// CTA loads steps into a ring of buffers. Its warps need no barrier per step, so they hide each other's latency.
+//
+// The coordinates and flags of many steps are computed at a time, before these steps. Computing them in each step would
+// compete with the products for registers and issue slots.
 #pragma once
 
 #include "cuda/sm80/forward_load.cuh"
@@ -18,7 +20,8 @@
 
 namespace natten_jax::sm80 {
 
-/// Computes the CTA's query tile, rows and columns. Returns false if the tile has no queries.
+/// Computes the plan of the CTA's query tile, the windows of its rows, and the positions of the columns of key/value
+/// tiles. Returns false if the query tile has no queries.
 template <class Traits, bool kIsPlain>
 CUTE_DEVICE bool plan_tile(const ForwardParams& p, typename Traits::SharedStorage& shared, int& batch, int& head) {
   const QueryAxisPlan own = plan_axis<kIsPlain>(p, blockIdx.x, batch, head);
@@ -34,7 +37,7 @@ CUTE_DEVICE bool plan_tile(const ForwardParams& p, typename Traits::SharedStorag
   return true;
 }
 
-/// Starts to copy the query tile.
+/// Starts the copies of the query tile.
 template <class Traits>
 CUTE_DEVICE void load_query(const ForwardParams& p, typename Traits::SharedStorage& shared, std::int64_t first_row) {
   const int query_bytes = p.head_dim * static_cast<int>(sizeof(typename Traits::Element));
@@ -44,10 +47,11 @@ CUTE_DEVICE void load_query(const ForwardParams& p, typename Traits::SharedStora
   commit_copies();
 }
 
-/// `kIsPlain`: true only for launches that are plain (is_plain); false supports all calls. A common scale of all heads
-/// is a parameter, which needs no register, and register allocation in the step loop depends on the planning code
-/// before it. With one kernel for all calls, forward passes took 1 to 5% longer for the scales, and 1 to 3% for the
-/// layouts (H100).
+/// The forward kernel. If `kIsPlain`, it supports only plain launches (`is_plain`), otherwise all launches.
+///
+/// A single kernel for all launches would be slower (H100). Support of scales per head costs 1 to 5%: a common scale of
+/// all heads is a kernel parameter, which needs no register. Support of layouts per batch entry costs 1 to 3%: it adds
+/// planning code before the step loop, which changes the register allocation in the loop.
 template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     natten_jax_sm80_fna_forward(const __grid_constant__ ForwardParams p) {
@@ -101,7 +105,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
 
   wait_copies<0>();
   softmax.finish();
-  __syncthreads();  // the queries have been read
+  __syncthreads();  // all warps have read the queries, which the output overwrites
   const float sink = kIsPlain ? -INFINITY : sink_of(p.scale, p.scale.of(batch * p.heads + head));
   rows.template write<!kIsPlain>(o, softmax, first_row, sink);
 }

@@ -1,4 +1,4 @@
-// Launches the forms of the forward kernel, and instantiates them.
+// Launch and instantiation of the forms (compiled variants) of the forward kernel.
 #pragma once
 
 #include "cuda/sm80/forward.cuh"
@@ -7,7 +7,7 @@
 
 namespace natten_jax::sm80 {
 
-/// A variant of a form of the kernel, with or without key biases.
+/// A variant of a form: its number of stages, and whether it adds key biases.
 template <Arithmetic kArithmetic, bool kHasKeyBias, int kHeadDim, int kColumns, int kStages, int kWarps = 4>
 using Variant =
     WithKeyBias<ForwardTraits<typename OfArithmetic<kArithmetic>::Element, typename OfArithmetic<kArithmetic>::Product,
@@ -17,14 +17,15 @@ using Variant =
 /// Launches a variant of a form.
 template <class Traits>
 Status launch_variant(const ForwardParams& params, int ctas, cudaStream_t stream) {
-  // A single kernel for all calls with key biases: a plain kernel would have the same loop.
+  // Calls with key biases have no separate kernel for plain launches, because its step loop would be the same.
   constexpr bool kHasPlain = !Traits::kHasKeyBias;
   const auto kernel =
       is_plain(params) ? natten_jax_sm80_fna_forward<Traits, kHasPlain> : natten_jax_sm80_fna_forward<Traits, false>;
   return status_of(launch_form<Traits>(kernel, ctas, stream, params));
 }
 
-/// Launches the first variant of a form of which two CTAs fit on an SM; otherwise the first of which one CTA fits.
+/// Launches the first variant of which two CTAs fit on an SM. If there is none, launches the first variant of which one
+/// CTA fits.
 template <class... Variants>
 Status launch_fitting(const ForwardParams& params, const SharedMemory& memory, int ctas, cudaStream_t stream) {
   static_assert((kFitsEverywhere<Variants> || ...));

@@ -1,4 +1,5 @@
-// Key biases in the forward kernel: copied with the keys of a step, and used as initial values of the products.
+// Key biases in the forward kernel. They are copied together with the keys of a step. The products of queries and keys
+// are accumulated onto them.
 #pragma once
 
 #include "cuda/common/key_bias.cuh"
@@ -7,29 +8,31 @@
 
 namespace natten_jax::sm80 {
 
-/// A form of the kernel that adds key biases.
+/// The form `Traits` of the kernel with key biases.
 template <class Traits>
 struct KeyBiased : Traits {
   static constexpr bool kHasKeyBias = true;
-  /// Number of steps whose biases are in shared memory. The biases of the next step are copied before a step's are
-  /// read.
+  /// Number of steps whose biases fit into shared memory at a time. At least two, because the biases of the next step
+  /// are copied before all warps have read those of the current step.
   static constexpr int kBiasedSteps = Traits::kStages > 2 ? Traits::kStages : 2;
-  /// True if biases are converted in shared memory, before the barrier at the beginning of a step: to terms of
-  /// products, with each pair stored twice, so that a lane loads the initial values of a block of products at once. A
-  /// form with a ring has no such barrier.
+  /// True if `prepare_biases` converts the biases of a step in shared memory, before the barrier at the beginning of
+  /// the step. It divides them by the scale of the logits and stores each pair of biases twice, so that a lane loads
+  /// the four initial values of a block of products at once. Forms with a ring have no such barrier, so lanes convert
+  /// biases when they read them.
   static constexpr bool kPreparesBiases = !Traits::kIsRing;
 
   struct SharedStorage : Traits::SharedStorage {
     alignas(16) float key_bias[kBiasedSteps][(kPreparesBiases ? 2 : 1) * Traits::kColumns];
-    const float* biases_of_head;  // biases of the batch entry's first key
+    const float* biases_of_head;  // bias of the batch entry's first key for the head
     float products_per_logit;
   };
 
-  /// Position of a column's bias among the biases of a step.
+  /// Index of a column's bias in `key_bias` of a step.
   CUTE_DEVICE static int place_of_bias(int column) { return kPreparesBiases ? column / 2 * 4 + column % 2 : column; }
 };
 
-/// Stores the address of the biases of the CTA's head. Steps are loaded after a barrier.
+/// Stores the address and the factor of the biases of the CTA's head in shared memory. `load_biases` may be called only
+/// after a barrier.
 template <class Traits>
 CUTE_DEVICE void find_biases(const ForwardParams& p, typename Traits::SharedStorage& shared, int batch, int head) {
   if (threadIdx.x > 0) return;
@@ -37,8 +40,8 @@ CUTE_DEVICE void find_biases(const ForwardParams& p, typename Traits::SharedStor
   shared.products_per_logit = products_per_logit(p.scale.of(batch * p.heads + head).logits);
 }
 
-/// Starts to copy the biases of a step's keys; biases of additional keys are zero. Columns without a visible key get
-/// the bias of an arbitrary key, because the mask hides them anyway.
+/// Starts the copies of the biases of a step's keys. Additional keys have a bias of zero. Columns without a key get the
+/// bias of an arbitrary key, because their logits are masked anyway.
 template <class Traits>
 CUTE_DEVICE void load_biases(const ForwardParams& p, const typename Traits::SharedStorage& shared, int step) {
   using Steps = KeySteps<Traits::kThreads>;
@@ -52,7 +55,8 @@ CUTE_DEVICE void load_biases(const ForwardParams& p, const typename Traits::Shar
                   (place & Steps::kWindow) != 0);
 }
 
-/// Converts a step's biases to terms of products. Each thread converts the bias that it has copied.
+/// Divides a step's biases by the scale of the logits, so that they can be added to products of queries and keys. Each
+/// thread converts the bias that it copied itself, so no barrier is needed before.
 template <class Traits>
 CUTE_DEVICE void prepare_biases(typename Traits::SharedStorage& shared, int step) {
   if (!Traits::kPreparesBiases || threadIdx.x >= Traits::kColumns) return;
@@ -60,7 +64,7 @@ CUTE_DEVICE void prepare_biases(typename Traits::SharedStorage& shared, int step
   copied[0] = copied[2] = bias_in_products(copied[0], shared.products_per_logit);
 }
 
-/// Initialises a step's products with the biases.
+/// Initialises the accumulators of a step's products of queries and keys with the biases.
 template <class Traits, int kRowBlocks>
 CUTE_DEVICE void start_at_biases(float (&s)[kRowBlocks][Traits::kColumns / 8][4],
                                  const typename Traits::SharedStorage& shared, int step) {

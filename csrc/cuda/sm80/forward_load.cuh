@@ -1,4 +1,4 @@
-// Copies of keys and values to shared memory, and the barriers between copies and reads.
+// Copies of keys and values to shared memory in the forward kernel, and the barriers between copies and reads.
 #pragma once
 
 #include "cuda/sm80/forward_key_bias.cuh"
@@ -6,7 +6,7 @@
 
 namespace natten_jax::sm80 {
 
-/// Starts to copy the keys of a step, the values, or both.
+/// Starts the copies of a step's keys (if `kKeys`) and values (if `kValues`) to shared memory at `k` and `v`.
 template <class Traits, bool kKeys, bool kValues>
 CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::SharedStorage& shared, int step,
                            std::uint32_t k, std::uint32_t v) {
@@ -29,9 +29,9 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
       const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));
       copy.copy(tile, base, head_bytes * p.heads_kv, head_bytes, tokens, visible);
     };
-    // With few registers, the address of the values is computed before the copies of keys: after them, it would have to
-    // wait until they are issued. With registers to spare, it is computed after them, because otherwise the compiler
-    // computes the addresses of all tokens before the first copy.
+    // If registers are few, the address of the values is read before the keys are copied. A read after these copies
+    // would wait until all of them are issued. If there are enough registers, the address is read after the copies of
+    // keys. Otherwise the compiler would compute the addresses of all tokens before the first copy.
     const char* values;
     if constexpr (Traits::kFewRegisters) values = plan.values[is_window ? 0 : 1];
     if (kKeys) copy_one(k, plan.keys[is_window ? 0 : 1], p.head_dim);
@@ -52,11 +52,12 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
   commit_copies();
 }
 
-/// Schedule of copies and barriers around the steps of a query tile. All threads of the CTA call its functions.
+/// Copies and barriers before, in and after each step of a query tile. All threads of the CTA call the methods.
 ///
-/// Two stages, or a ring of more, are filled while others are read. With one stage, a step's values are loaded while
-/// its keys are used, and the next step's keys while its values are used. Without stages, keys and values share one
-/// buffer, and nothing overlaps.
+///   kStages > 2   a ring: several stages are loaded while another is read
+///   kStages 2     one stage is loaded while the other is read
+///   kStages 1     a step's values are loaded while its keys are read, the next step's keys while its values are read
+///   kStages 0     keys and values share one buffer, so no load overlaps with a read
 template <class Traits>
 struct StepCopies {
   static constexpr int kStages = Traits::kStages, kAhead = Traits::kAhead;
@@ -66,7 +67,7 @@ struct StepCopies {
   typename Traits::SharedStorage& shared;
   const int steps;
   const std::uint32_t k, v;
-  int stage = 0;  // of the next step, with two stages
+  int stage = 0;  // stage of the next step, if kStages is 2
 
   CUTE_DEVICE StepCopies(const ForwardParams& p, typename Traits::SharedStorage& shared)
       : p(p),
@@ -75,7 +76,7 @@ struct StepCopies {
         k(shared_address(shared.keys_and_values)),
         v(k + kStages * kStageBytes) {}
 
-  /// Starts the first copies.
+  /// Starts the copies of the first `kAhead` steps.
   CUTE_DEVICE void start() {
     for (int step = 0; step < min(steps, kAhead); ++step) {
       load_step<Traits, true, (kStages > 1)>(p, shared, step, k + step * kStageBytes, v + step * kStageBytes);
@@ -83,13 +84,14 @@ struct StepCopies {
     }
   }
 
-  /// Call before a step's keys are read. Loads the next steps, and returns the offset of the step's stage in bytes.
+  /// Call before a step's keys are read. Waits for these keys, and starts the next copies if a buffer is free. Returns
+  /// the offset of the step's stage in bytes.
   CUTE_DEVICE std::uint32_t begin(int step) {
     const int next = step + kAhead;
     if constexpr (!Traits::kIsRing) {
       wait_copies<0>();
       if constexpr (Traits::kHasKeyBias) prepare_biases<Traits>(shared, step);
-      __syncthreads();  // this step's keys are loaded; the buffer that is loaded next is free
+      __syncthreads();  // the step's keys are loaded; all threads have read the buffer that is loaded next
     }
     const std::uint32_t stage_bytes = kStages < 2 ? 0 : (Traits::kIsRing ? step % kStages : stage) * kStageBytes;
     stage ^= 1;
@@ -113,22 +115,22 @@ struct StepCopies {
     return stage_bytes;
   }
 
-  /// Call between the reads of a step's keys and values.
+  /// Call after a step's keys have been read and before its values are read.
   CUTE_DEVICE void between(int step) {
     if (kStages >= 2) return;
     if (kStages == 0) {
-      __syncthreads();  // these keys have been read
+      __syncthreads();  // all threads have read the step's keys
       load_step<Traits, false, true>(p, shared, step, k, v);
     }
     wait_copies<0>();
-    __syncthreads();  // these values are loaded; these keys have been read
+    __syncthreads();  // the step's values are loaded; all threads have read the step's keys
     if (kStages == 1 && step + 1 < steps) load_step<Traits, true, false>(p, shared, step + 1, k, v);
   }
 
-  /// Call after a step's values were read.
+  /// Call after a step's values have been read.
   CUTE_DEVICE void end(int step) {
     if (kStages == 0 && step + 1 < steps) {
-      __syncthreads();  // these values have been read
+      __syncthreads();  // all threads have read the step's values
       load_step<Traits, true, false>(p, shared, step + 1, k, v);
     }
     if constexpr (Traits::kIsRing) shared.ring.release(step);

@@ -1,4 +1,4 @@
-// Query rows of a warp: logits, mask, softmax and output.
+// Computation of a warp's query rows in the forward kernel: logits, mask, softmax and output.
 #pragma once
 
 #include "cuda/sm80/forward_traits.cuh"
@@ -8,8 +8,11 @@
 
 namespace natten_jax::sm80 {
 
-/// Rows of a warp: a lane holds two rows of every row block. Queries, logits, output and softmax are arguments instead
-/// of members: as members, the compiler put them into local memory.
+/// The query rows that a warp computes: `kRowBlocks` blocks of 16 rows. A lane holds elements of two rows of every
+/// block.
+///
+/// Queries, logits, output and softmax are arguments of the methods instead of members, because the compiler put
+/// members into local memory.
 template <class Traits>
 struct WarpRows {
   using Element = typename Traits::Element;
@@ -25,7 +28,7 @@ struct WarpRows {
 
   const ForwardParams& p;
   typename Traits::SharedStorage& shared;
-  const int lane4, warp_row, row0;  // first row of the warp and of the lane
+  const int lane4, warp_row, row0;  // warp_row: first row of the warp; row0: first row of the lane
   const std::uint32_t q;
   typename Product::template ReadA<Tile> read_q;
   typename Product::template ReadB<Tile> read_k;
@@ -41,10 +44,11 @@ struct WarpRows {
         read_q(q, warp_row),
         read_k(k, 0),
         read_v(v, 0) {
-    // If steps begin with a barrier, all warps would then wait while these addresses are recomputed. Keeping them in
-    // registers makes heads of 128, 3-D with stride 16 x 8 x 8, 4% faster. In a ring, whose warps need not be
-    // synchronised, and for float32, other uses of the registers gain more. With registers to spare, the compiler
-    // chooses better itself: keeping these addresses makes heads of 256 1% slower.
+    // Keeps these addresses in registers. Otherwise, the compiler recomputes them in every step, after the barrier at
+    // the beginning of the step, and all warps wait for them. Keeping them makes heads of 128 in 3-D with stride
+    // 16 x 8 x 8 faster by 4%. With a ring (which has no barrier per step) and for float32, other uses of the registers
+    // gain more. If there are enough registers, the compiler's choice is better: keeping the addresses makes heads of
+    // 256 slower by 1%.
     if constexpr (!Traits::kIsRing && Traits::kFewRegisters && sizeof(Element) == 2) {
       read_q.lane.base = kept(read_q.lane.base);
       read_k.lane.base = kept(read_k.lane.base);
@@ -60,7 +64,8 @@ struct WarpRows {
     }
   }
 
-  /// Visibility of a step's keys for these rows: none (not any), all (whole) or some.
+  /// Visibility of a step's keys to the warp's rows. `any`: false only if all logits are masked. `whole`: true only if
+  /// no logit is masked.
   struct Sight {
     bool any, whole;
   };
@@ -76,7 +81,7 @@ struct WarpRows {
     return result;
   }
 
-  /// s += the products with a step's keys, at an offset of `stage_bytes` from the first stage.
+  /// Adds the products of the queries and a step's keys to `s`. `stage_bytes` is the offset of the step's stage.
   CUTE_DEVICE void multiply_by_keys(Logits& s, const Query& query, std::uint32_t stage_bytes) const {
     accumulate<Product, kRowBlocks, kColumns / 16, kHeadSteps>(
         s,
@@ -90,14 +95,15 @@ struct WarpRows {
         [&](auto& b, int n, int step) __attribute__((always_inline)) { read_k(b, 16 * n, step, stage_bytes); });
   }
 
-  /// Sets the logits of keys that a row does not see to -infinity.
+  /// Replaces masked logits by -infinity. A logit is masked if the row does not attend to the key.
   CUTE_DEVICE void mask(Logits& s, int step) const {
     const int place = shared.steps.places[step % Steps::kCapacity];
     const int4 at = shared.steps.tiles[step % Steps::kCapacity];
     const LaneMask<KeyColumnMask> lane_mask(KeyColumnMask(shared.mask_words, p.axis), lane4);
-    std::uint32_t visible[2][kRowBlocks] = {};  // zeros: otherwise these would occupy registers between steps
-    // Not unrolled, because the compiler would predicate unrolled instructions instead of jumping over them, and they
-    // would take issue slots in every step.
+    // Initialised, because it would otherwise occupy registers between steps.
+    std::uint32_t visible[2][kRowBlocks] = {};
+    // Not unrolled: the compiler would predicate unrolled instructions instead of jumping over them, so they would take
+    // issue slots even in steps without a mask.
 #pragma unroll 1
     for (int half = 1; half >= 0; --half) {
       CUTE_UNROLL
@@ -120,7 +126,7 @@ struct WarpRows {
     }
   }
 
-  /// Adds a step's values to the output, weighted by the softmax of its logits.
+  /// Updates the softmax with a step's logits, and adds the step's values to the output, weighted by the softmax.
   CUTE_DEVICE void add_values(Output& o, Softmax& softmax, Logits& s, std::uint32_t stage_bytes) const {
     softmax.update(s, o, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
     accumulate<Product, kRowBlocks, Traits::kHeadDim / 16, kColumns / Product::kStep>(
@@ -128,11 +134,14 @@ struct WarpRows {
         [&](auto& b, int n, int step) __attribute__((always_inline)) { read_v(b, 16 * n, step, stage_bytes); });
   }
 
-  /// Writes the output over the queries in shared memory, then whole rows to global memory, and logsumexps. `first_row`
-  /// is the row of the arrays' token 0. If the head may have a sink, `sink` is its logit, or -infinity.
+  /// Writes the output and the logsumexps to global memory. The output first overwrites the queries in shared memory,
+  /// so that the warp can then copy whole rows.
+  ///
+  /// `first_row` is the index of the row of token 0 among [batch, tokens, heads]. If `kMayHaveSink`, `sink` is the
+  /// logit of the head's sink; -infinity without a sink.
   template <bool kMayHaveSink>
   CUTE_DEVICE void write(const Output& o, const Softmax& softmax, std::int64_t first_row, float sink) const {
-    // One of the four lanes that share a row handles its logsumexp.
+    // Four lanes share each of their rows. Lane number `lane4` of these computes the logsumexp of row number `lane4`.
     Logsumexp logsumexp = softmax.logsumexp(lane4, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
     const float share_of_keys = kMayHaveSink && sink != -INFINITY ? add_sink(logsumexp, sink) : 1.f;
     CUTE_UNROLL

@@ -1,4 +1,4 @@
-// Copies of tokens to the rows of tiles, by all threads of a CTA.
+// Copies of tokens from arrays to the rows of tiles in shared memory, by all threads of a CTA.
 #pragma once
 
 #include "cuda/common/device_axis.h"
@@ -7,19 +7,20 @@
 
 namespace natten_jax::sm80 {
 
-/// A thread's part of copying tiles of `kRows_` rows: the same chunk of every kStride-th row.
+/// Copies tiles of `kRows_` rows. A thread copies the same chunk of 16 bytes in every kStride-th row.
 template <class Tile, int kRows_, int kThreads>
 struct Gather {
   static constexpr int kRows = kRows_;
   static constexpr int kPasses = kRows * Tile::kChunks / kThreads;
-  static constexpr int kStride = kThreads / Tile::kChunks;  // between two rows of a thread
+  static constexpr int kStride = kThreads / Tile::kChunks;  // number of rows from one row of a thread to its next row
   static_assert(kPasses * kStride == kRows && kPasses <= 32 && (kStride & (kStride - 1)) == 0);
   const int first = threadIdx.x / Tile::kChunks, chunk = threadIdx.x % Tile::kChunks;
 
   static constexpr std::uint32_t kAll = static_cast<std::uint32_t>((std::uint64_t(1) << kPasses) - 1);
 
-  /// Starts to copy heads of `head_bytes` of the tokens `tokens[i]`, which are `token_bytes` apart. Rows that are not
-  /// `visible` and chunks past the head become zeros.
+  /// Starts the copies of this thread. Its `i`th row receives the head of token `tokens[i]`. A head has `head_bytes`,
+  /// and neighboring tokens are `token_bytes` apart. Chunks past the head become zeros, as do rows whose bit of
+  /// `visible` is zero.
   CUTE_DEVICE void copy(std::uint32_t tile, const char* base, int token_bytes, int head_bytes,
                         const int (&tokens)[kPasses], std::uint32_t visible) const {
     base += chunk * 16;
@@ -32,7 +33,7 @@ struct Gather {
     }
   }
 
-  /// Starts to copy rows whose tokens `token_of` returns for each row; -1 if there is no token.
+  /// Starts the copies of this thread. `token_of(row)` returns the token of a row, or -1 for a row of zeros.
   template <class TokenOf>
   CUTE_DEVICE void copy_tokens(std::uint32_t tile, const char* base, int token_bytes, int head_bytes,
                                const TokenOf& token_of) const {
@@ -47,18 +48,19 @@ struct Gather {
   }
 };
 
-/// Tokens of a box, from which tiles are copied: local tokens of a dilation group.
+/// A box of the local tokens of a dilation group. Tiles are copied from it.
 struct TokenBox {
-  int4 begin, end;  // indices: x, y, z
-  int4 pitch;       // distance in tokens between neighbors of the group: x, y, z; its first token
+  int4 begin, end;  // indices in the group: x, y, z
+  int4 pitch;       // x, y, z: distance in tokens between neighbors in the group; w: first token of the group
 
   CUTE_DEVICE int token(int x, int y, int z) const { return x * pitch.x + y * pitch.y + z * pitch.z + pitch.w; }
 };
 
-/// Coordinates x, y, z of a tile's token in one byte each, and a byte that is zero if the token exists. All bytes are
-/// below 128, so that a single subtraction of words compares each byte with its own end.
+/// Position of a token in a tile, packed into a word. Three bytes hold its coordinates x, y, z. The fourth byte is zero
+/// if the token exists, and otherwise one. All bytes are below 128, so that one subtraction of words compares all bytes
+/// with their ends.
 struct PackedPlace {
-  /// Ends as parameter of `is_before`, for a tile that starts at (x, y, z).
+  /// Packs the end of a box for `is_before`, relative to the first token (x, y, z) of a tile.
   CUTE_DEVICE static std::uint32_t ends(int4 end, int x, int y, int z) {
     const auto in_tile = [](int distance) { return static_cast<std::uint32_t>(min(max(distance, 0), 128)); };
     return (in_tile(end.x - x) | in_tile(end.y - y) << 8 | in_tile(end.z - z) << 16 | 1u << 24) + 0x7f7f7f7fu;
@@ -73,8 +75,8 @@ struct PackedPlace {
   }
 };
 
-/// Positions of the rows of a tile of tokens: in the tile, and relative to its first token. They are stored in the
-/// order in which the threads of a `Copy` read them.
+/// Positions of the rows of a tile. Each row has a position in the tile, and a token relative to the tile's first
+/// token. Rows are stored in the order in which the threads of a `Copy` read them.
 template <class Copy>
 struct TileRows {
   static constexpr int kMost = 128;
@@ -82,12 +84,12 @@ struct TileRows {
   alignas(16) std::uint32_t places[kMost];  // PackedPlace
   alignas(16) int tokens[kMost];
 
-  /// Index of a row in this order.
+  /// Index of a row in `places` and `tokens`.
   CUTE_DEVICE static int place(int row) {
     return row / Copy::kRows * Copy::kRows + row % Copy::kStride * Copy::kPasses + row % Copy::kRows / Copy::kStride;
   }
 
-  /// Computes the row that a thread is responsible for.
+  /// Computes the position of one row. `pitch` is as in TokenBox.
   template <cutlass::FastDivmod DeviceAxis::* kByTile>
   CUTE_DEVICE void fill(const DeviceAxis (&axis)[3], int row, int tile_tokens, int4 pitch) {
     const int3 at = place_in_tile<kByTile>(axis, row);
@@ -96,12 +98,12 @@ struct TileRows {
     tokens[place(row)] = exists ? at.x * pitch.x + at.y * pitch.y + at.z * pitch.z : 0;
   }
 
-  /// True if a row lies before PackedPlace's `ends`.
+  /// True if a row has a token, and the token lies before `ends` (of PackedPlace) in every dimension.
   CUTE_DEVICE bool is_visible(std::uint32_t ends, int row) const {
     return PackedPlace::is_before(places[place(row)], ends);
   }
 
-  /// Visibility of a thread's rows, one bit per row; `row` is the first row that all threads copy.
+  /// `is_visible` of the rows that this thread copies, one bit per row. `row` is the first row that the threads copy.
   CUTE_DEVICE std::uint32_t visible(const Copy& copy, std::uint32_t ends, int row) const {
     std::uint32_t of_thread[Copy::kPasses], bits = 0;
     load_words(of_thread, places + row + copy.first * Copy::kPasses);
@@ -114,7 +116,8 @@ struct TileRows {
 
   CUTE_DEVICE int token(int row) const { return tokens[place(row)]; }
 
-  /// Tokens of a thread's rows, for a tile whose first token is `first`.
+  /// Tokens of the rows that this thread copies. `row` is the first row that the threads copy, and `first` is the first
+  /// token of the tile.
   CUTE_DEVICE void load(const Copy& copy, int (&result)[Copy::kPasses], int row, int first) const {
     load_words(result, tokens + row + copy.first * Copy::kPasses);
     CUTE_UNROLL

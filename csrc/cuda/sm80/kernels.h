@@ -1,4 +1,4 @@
-// The compiled kernels, per arithmetic.
+// Launch functions of the compiled kernels, with an instance per arithmetic.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,20 +10,20 @@
 
 namespace natten_jax::sm80 {
 
-/// Bytes of shared memory of a device.
+/// Shared memory of a device, in bytes.
 struct SharedMemory {
-  int block;           // maximum per CTA
-  int multiprocessor;  // per SM, shared by its CTAs
-  int reserved;        // additional bytes that each CTA takes
+  int block;           // maximum that a CTA can use
+  int multiprocessor;  // total of an SM, which its CTAs share
+  int reserved;        // reserved by the system in each CTA, in addition to what the CTA uses
 };
 
-/// Launches a form of the forward kernel on `ctas` CTAs. Uses the most stages with which two CTAs fit on an SM;
-/// otherwise the most that fit.
+/// Launches a form of the forward kernel on `ctas` CTAs. If two CTAs fit on an SM, uses the maximum number of stages
+/// with which they fit; otherwise the maximum with which one CTA fits.
 template <Arithmetic kArithmetic>
 Status launch_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory, int ctas,
                       cudaStream_t stream);
 
-/// Launches the forward kernel with key biases, for elements of 16 bits.
+/// Launches the forward kernel with key biases. The array elements must have 16 bits.
 template <Arithmetic kArithmetic>
 Status launch_key_biased_forward(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory,
                                  int ctas, cudaStream_t stream);
@@ -32,7 +32,7 @@ Status launch_key_biased_forward(const ForwardParams& params, const ForwardForm&
 template <Arithmetic kArithmetic>
 Status launch_backward(const BackwardParams& params, const BackwardForm& form, int ctas, cudaStream_t stream);
 
-/// Launches the backward kernel with key biases, for elements of 16 bits.
+/// Launches the backward kernel with key biases. The array elements must have 16 bits.
 template <Arithmetic kArithmetic>
 Status launch_key_biased_backward(const BackwardParams& params, const BackwardForm& form, int ctas,
                                   cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Order in which the forward kernel reads a query tile's keys.
+// Steps of the forward kernel: the order in which it reads the keys of a query tile.
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
@@ -7,18 +7,19 @@
 
 namespace natten_jax::sm80 {
 
-/// Steps in which a query tile's keys are read: a few columns of a key/value tile, or a few additional keys. They are
-/// computed `kThreads` at a time, while earlier steps are still in use.
+/// Steps of a query tile. A step reads several columns (keys) of a key/value tile, or several additional keys.
+///
+/// `fill` computes `kThreads` steps at a time. The previous `kThreads` steps stay valid, because they are still in use.
 template <int kThreads>
 struct KeySteps {
   static constexpr int kCapacity = 2 * kThreads;
-  static constexpr int kWindow = 1;   // not additional keys
-  static constexpr int kInside = 2;   // all keys exist
-  static constexpr int kWhole = 4;    // every row sees all keys
-  alignas(16) int4 tiles[kCapacity];  // first key of the tile, x, y, z; its token, or the first additional key
-  int places[kCapacity];              // flags, and in the higher bits the first column
+  static constexpr int kWindow = 1;   // flag: the step reads a key/value tile, not additional keys
+  static constexpr int kInside = 2;   // flag: all keys of the step exist
+  static constexpr int kWhole = 4;    // flag: every row attends to all keys of the step
+  alignas(16) int4 tiles[kCapacity];  // x, y, z: first key of the tile; w: token of this key, or first additional key
+  int places[kCapacity];              // bits 0 to 2: flags; higher bits: first column of the step in its tile
 
-  /// Computes the steps from `first` on. All threads take part.
+  /// Computes the `kThreads` steps from `first` on. All threads of the CTA must call it.
   CUTE_DEVICE void fill(const ForwardParams& p, const TilePlan& plan, int columns, int first) {
     const int i = first + static_cast<int>(threadIdx.x);
     if (i >= plan.steps) return;

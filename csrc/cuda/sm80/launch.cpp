@@ -30,7 +30,7 @@ Status read_shared_memory(SharedMemory& memory) {
                           {&memory.reserved, cudaDevAttrReservedSharedMemoryPerBlock}});
 }
 
-/// True if a form is for the problem's heads and elements, and the device has enough shared memory for it.
+/// True if a form has the head dimension and element size for the problem, and the device has enough shared memory.
 template <class Form, int kForms>
 bool fits(const Form& form, const Form (&forms)[kForms], const Problem& problem, const SharedMemory& memory) {
   const int bytes = element_bytes(problem.element_type);
@@ -38,7 +38,7 @@ bool fits(const Form& form, const Form (&forms)[kForms], const Problem& problem,
   return form.head_dim == head_dim && form.element_bytes == bytes && form.shared_memory <= memory.block;
 }
 
-/// Chooses the first form that supports the tiles.
+/// Chooses the first form that supports the problem and its tiles. Returns an error if no form does.
 Status choose_forward_form(const Problem& problem, const TileShapes& tiles, const SharedMemory& memory,
                            ForwardForm& chosen) {
   const ForwardForm* largest = nullptr;
@@ -53,19 +53,19 @@ Status choose_forward_form(const Problem& problem, const TileShapes& tiles, cons
   return check_tile("kv_tile_shape", tiles.kv, chosen.keys);
 }
 
-/// Checks that kernels support key biases, if there are any.
+/// Checks that the kernels support the problem's key biases, if it has any.
 Status check_key_bias(const Problem& problem) {
   if (!problem.has_key_bias || problem.element_type != ElementType::kFloat32) return {};
   return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16 beside a key_bias");
 }
 
-/// Scales of the heads from `head` on.
+/// Scale of a launch whose first head is head `head` of the arrays.
 Scale from_head(Scale scale, std::int64_t head) {
   if (scale.heads != nullptr) scale.heads += head;
   return scale;
 }
 
-/// Chooses the form with the most keys.
+/// Chooses the form with the most keys among those that fit. Returns an error if none fits.
 Status choose_backward_form(const Problem& problem, const SharedMemory& memory, BackwardForm& chosen) {
   for (const BackwardForm& form : kBackwardForms) {
     if (!fits(form, kBackwardForms, problem, memory)) continue;
@@ -153,7 +153,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.parts = (p.kv_tile_tokens + form.keys - 1) / form.keys;
   p.key_bias_heads = static_cast<int>(arrays.key_bias_heads);
   if (arrays.key_bias != nullptr && arrays.layouts != nullptr) {
-    // No tile contains padding keys, so the kernel does not write their gradients.
+    // No tile contains padding keys, so the kernel does not write the gradients of their biases.
     const std::int64_t numbers = problem.batch * problem.keys() * problem.heads;
     NATTEN_JAX_RETURN_IF_FAILED(
         status_of(cudaMemsetAsync(arrays.key_bias_gradient, 0, numbers * sizeof(float), stream)));
@@ -179,8 +179,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     });
   };
 
-  // Runs a block of heads, from a head of a batch entry on: pointers to the arrays start there, and strides are
-  // unchanged.
+  // Launches the kernels for a block of heads that starts at key/value head `head_kv` of entry `batch`. Pointers to the
+  // arrays are moved to this head. Strides are unchanged.
   const auto run_block = [&](std::int64_t batch, std::int64_t head_kv, const HeadBlock& size) -> Status {
     const std::int64_t of_query = batch * p.queries * problem.heads + head_kv * problem.heads_per_kv();
     const std::int64_t of_key = batch * problem.keys() * problem.heads_kv + head_kv;
@@ -205,7 +205,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
         status_of(cudaMemsetAsync(p.query_gradient, 0, size.batch * p.query_gradient_batch * sizeof(float), stream)));
     if (problem.additional_kv > 0) {
       p.is_additional = true;
-      p.key_bias = nullptr;  // additional keys are without biases
+      p.key_bias = nullptr;  // additional keys have no biases
       p.key = at(arrays.additional_keys, of_additional, problem.head_dim);
       p.value = at(arrays.additional_values, of_additional, problem.head_dim_v);
       p.key_gradient = at(arrays.additional_keys_gradient, of_additional, problem.head_dim);

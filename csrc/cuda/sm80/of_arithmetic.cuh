@@ -1,4 +1,4 @@
-// Element and product types of an arithmetic.
+// Element type and product type (cuda/warp/mma.cuh) of an arithmetic.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,14 +37,14 @@ struct OfArithmetic<Arithmetic::kTensorFloat32> {
   using Product = FloatProduct<false>;
 };
 
-/// A form of a kernel, or `KeyBiased` of it, which adds key biases.
+/// The form `Traits` of a kernel without key biases, and `KeyBiased<Traits>` with key biases.
 template <class Traits, template <class> class KeyBiased, bool kHasKeyBias>
 using WithKeyBias = std::conditional_t<kHasKeyBias, KeyBiased<Traits>, Traits>;
 
 template <class Traits>
 constexpr bool kFitsEverywhere = sizeof(typename Traits::SharedStorage) <= kLeastSharedMemory;
 
-/// Error for a form that was not compiled: the table of forms and the kernels disagree.
+/// Error if a form of the tables in forms.h has no compiled kernel.
 inline Status no_such_form(int head_dim) {
   return Status::internal("no kernel is compiled for heads of " + std::to_string(head_dim));
 }

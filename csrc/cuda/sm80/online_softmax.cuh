@@ -9,22 +9,24 @@
 
 namespace natten_jax::sm80 {
 
-/// Softmax of `kRowBlocks` accumulator blocks of 16 rows; a lane holds two rows of each.
+/// Online softmax of `kRowBlocks` accumulator blocks of 16 rows. A lane holds elements of two rows of each block.
 ///
-/// A row's offset is added to its logits in base 2. It makes weights relative to a logit that lags behind the maximum.
-/// Earlier results are rescaled only if a weight would exceed 2^kHeadroom, which is rare after a row's first keys.
+/// A weight is exp2(logit * exponent_scale + offset). The offset of a row is an earlier maximum of its logits in base
+/// 2, negated. The offset changes, and earlier results are rescaled, only if a weight would exceed 2^kHeadroom. This is
+/// rare after a row's first keys.
 ///
-/// If an offset of the warp's rows is so large that its rounding would change weights, logits are subtracted before
-/// they are multiplied. Offsets are then zero, and the subtracted logits are kept in shared memory, so that only this
-/// path pays for them. Functions take them as `subtracted(i)`, a reference to the subtracted logit of the lane's row
-/// `i`.
+/// If an offset is so large that its rounding would change weights, the warp subtracts the maximum from the logits
+/// before it multiplies them by `exponent_scale`. Offsets are then zero. The subtracted maxima are kept in shared
+/// memory, so that rows without large logits need no registers for them. Methods access them by `subtracted(i)`, which
+/// returns a reference to the subtracted maximum of the lane's row `i`.
 template <int kRowBlocks>
 struct OnlineSoftmax {
-  /// Offset of a row without visible keys so far: finite logits exceed the headroom, and -infinity has weight zero.
+  /// Offset of a row that has had no finite logits so far. With this offset, every finite logit exceeds the headroom,
+  /// and a logit of -infinity has a weight of zero.
   static constexpr float kNothing = FLT_MAX;
 
-  float exponent_scale;  // factor of the logits, in base 2; positive
-  float headroom;        // -infinity if logits are subtracted, so that every tile takes that path
+  float exponent_scale;  // scale of the logits times log2(e); positive
+  float headroom;        // -infinity once maxima are subtracted, so that all later steps call `rescale`
   float offset[kRowBlocks][2], row_sum[kRowBlocks][2];
 
   CUTE_DEVICE explicit OnlineSoftmax(float exponent_scale) : exponent_scale(exponent_scale), headroom(kHeadroom) {
@@ -35,7 +37,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Replaces logits by unnormalised weights.
+  /// Replaces the logits of a step by unnormalised weights, and adds these to `row_sum`. Rescales the output if needed.
   template <int kColumns, int kOutputs, class Subtracted>
   CUTE_DEVICE void update(float (&s)[kRowBlocks][kColumns][4], float (&o)[kRowBlocks][kOutputs][4],
                           const Subtracted& subtracted) {
@@ -73,7 +75,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Completes the sums over the four lanes that share a row.
+  /// Adds `row_sum` over the four lanes that share a row.
   CUTE_DEVICE void finish() {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
@@ -81,7 +83,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Logsumexp of the lane's row `i` of all its blocks.
+  /// Logsumexp of row `i` of the lane's 2 * `kRowBlocks` rows.
   template <class Subtracted>
   CUTE_DEVICE Logsumexp logsumexp(int i, const Subtracted& subtracted) const {
     float sum = row_sum[0][0], of_row = -offset[0][0];
@@ -103,7 +105,8 @@ struct OnlineSoftmax {
  private:
   CUTE_DEVICE bool subtracts() const { return headroom < 0.f; }
 
-  /// Makes weights relative to the largest logits. `highest`: maxima of the lane's columns.
+  /// Sets the offsets to the maxima of the rows, negated, and rescales earlier results. `highest` holds the maxima over
+  /// the lane's columns and receives the maxima over all columns of the step.
   template <int kColumns, int kOutputs, class Subtracted>
   CUTE_DEVICE void rescale(float (&highest)[kRowBlocks][2], float (&s)[kRowBlocks][kColumns][4],
                            float (&o)[kRowBlocks][kOutputs][4], const Subtracted& subtracted) {
@@ -136,7 +139,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Subtracts the largest logits of the rows. Sets the factors by which this changes earlier weights.
+  /// Subtracts the maximum of each row so far from the row's logits. Sets `factor` to the factors of earlier weights.
   template <int kColumns, class Subtracted>
   CUTE_DEVICE void subtract(const float (&highest)[kRowBlocks][2], float (&s)[kRowBlocks][kColumns][4],
                             float (&factor)[kRowBlocks][2], const Subtracted& subtracted) {
@@ -147,13 +150,13 @@ struct OnlineSoftmax {
       const float by_offset = offset[m][r] == kNothing ? -kNothing : -offset[m][r] * fast_reciprocal(exponent_scale);
       had[m][r] = subtracts() ? subtracted(i) : by_offset;
     }
-    __syncwarp();  // all lanes of a row have read its subtracted logit
+    __syncwarp();  // all lanes that share a row have read its subtracted maximum
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2;
       const float next = fmaxf(had[m][r], highest[m][r]);
       const float rise = subtracts() ? (next - had[m][r]) * exponent_scale : fmaf(next, exponent_scale, offset[m][r]);
-      factor[m][r] = had[m][r] == -kNothing ? 1.f : fast_exp2(-rise);  // no earlier weights
+      factor[m][r] = had[m][r] == -kNothing ? 1.f : fast_exp2(-rise);  // 1 without earlier weights
       CUTE_UNROLL
       for (int n = 0; n < kColumns; ++n) {
         s[m][n][2 * r] -= next;

@@ -1,4 +1,4 @@
-// Parameters of the portable kernels, passed by value: geometry and pointers.
+// Parameters of the portable kernels: geometry and pointers, passed by value.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -19,12 +19,12 @@ struct ForwardParams {
   const void* additional_keys;
   const void* additional_values;
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
-  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: equal layouts
+  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query extents, key/value extents; null: equal layouts
   void* out;
   float* logsumexp;
-  float* remainder;      // of the logsumexp, or null
-  std::int64_t queries;  // per batch entry
-  std::int64_t keys;
+  float* remainder;      // remainder of the logsumexp; null: not written
+  std::int64_t queries;  // number of queries per batch entry
+  std::int64_t keys;     // number of keys per batch entry
   int heads;
   int heads_kv;
   int head_dim;
@@ -35,7 +35,7 @@ struct ForwardParams {
   int kv_tile_tokens;  // product of the key/value tile's extents
   QueryTileSchedule schedule;
   cutlass::FastDivmod by_heads_per_kv;
-  // Only for kernels with key biases.
+  // Members that only kernels with key biases use.
   const float* key_bias;  // [batch, keys, key_bias_heads], where key_bias_heads is heads or 1
   int key_bias_heads;
 };
@@ -48,38 +48,39 @@ struct BackwardParams {
   const std::int32_t* origins;  // as in ForwardParams
   const std::int32_t* layouts;
   const float* logsumexp;
-  const float* remainder;  // null: zeros
+  const float* remainder;  // remainder of the logsumexp; null: zeros
   const void* out_cotangent;
   const float* delta;
-  float* query_gradient;  // sums over keys, to which every CTA adds
+  float* query_gradient;  // float32 sums, initially zero, to which all CTAs add
   void* key_gradient;
   void* value_gradient;
-  std::int64_t queries;  // per batch entry
-  std::int64_t keys;
-  std::int64_t query_gradient_batch;  // distance in elements between batch entries of the sums
-  std::int64_t query_gradient_token;  // distance in elements between tokens of the sums
-  std::int64_t query_gradient_head;   // distance in elements between heads of the sums
+  std::int64_t queries;               // number of queries per batch entry
+  std::int64_t keys;                  // number of keys per batch entry
+  std::int64_t query_gradient_batch;  // distance in elements between batch entries of query_gradient
+  std::int64_t query_gradient_token;  // distance in elements between tokens of query_gradient
+  std::int64_t query_gradient_head;   // distance in elements between heads of query_gradient
   int heads;
   int heads_kv;
   int head_dim;
   int head_dim_v;
-  bool is_additional;  // keys and values are additional tokens, which every query sees
+  bool is_additional;  // true if keys and values are additional tokens, to which every query attends
   Scale scale;
   int q_tile_tokens;
   int kv_tile_tokens;
-  int tiles;   // parts of the key/value tiles of a dilation group; a CTA takes one at a time
-  int parts;   // per tile
-  int splits;  // CTAs that share the tiles of a dilation group
+  // A CTA processes a part of a key/value tile at a time: at most `Traits::kKeys` of its keys.
+  int tiles;   // number of parts of all key/value tiles of a dilation group
+  int parts;   // number of parts of a key/value tile
+  int splits;  // number of CTAs that share the parts of a dilation group
   cutlass::FastDivmod by_splits, by_groups;
-  cutlass::FastDivmod by_heads_kv;  // heads of the launch, which may be fewer than all heads
-  // Only for kernels with key biases.
+  cutlass::FastDivmod by_heads_kv;  // divides by the key/value heads of the launch, which may be a block of all heads
+  // Members that only kernels with key biases use.
   const float* key_bias;  // as in ForwardParams
   int key_bias_heads;
   float* key_bias_gradient;  // [batch, keys, heads]
 };
 
-/// True if all heads share a scale, all batch entries share a layout, and no dimension cuts or wraps windows, as in
-/// most calls. Kernels for such calls contain no other cases.
+/// True if all heads have the same scale, all batch entries have the same layout, and no dimension cuts or wraps
+/// windows. Most launches are plain, and separate kernels without code for the other cases run them faster.
 template <class Params>
 bool is_plain(const Params& p) {
   const auto are_plain = [](const DeviceAxis& axis) { return axis.ends == Ends::kShift || axis.ends == Ends::kCausal; };

@@ -1,4 +1,4 @@
-// Plan of a query tile of the forward kernel.
+// Plan of a query tile in the forward kernel: the keys that the tile and its rows attend to.
 #pragma once
 
 #include "cuda/common/lane_plan.cuh"
@@ -7,35 +7,35 @@
 
 namespace natten_jax::sm80 {
 
-/// Arrays of four hold x, y, z and another number. All threads share them.
+/// Plan of a query tile, in shared memory. Arrays of four hold x, y, z and an unused element.
 struct alignas(16) TilePlan {
-  int hull_begin[4], hull_end[4];    // bounding box of the local keys that any row sees
-  int inner_begin[4], inner_end[4];  // local keys that every row sees
-  const char* keys[2];               // addresses for the batch entry and head: keys, additional keys
-  const char* values[2];
-  int tiles[4];             // key/value tiles per dimension
-  int first_key;            // the dilation group's first token
-  int window_steps, steps;  // steps in which keys are read: within windows, in total
-  bool needs_mask;          // some row does not see all of some tile
+  int hull_begin[4], hull_end[4];    // bounding box of the local keys that any row attends to
+  int inner_begin[4], inner_end[4];  // local keys that every row attends to
+  const char* keys[2];               // [0] first key, [1] first additional key, of the batch entry and head
+  const char* values[2];             // [0] first value, [1] first additional value, of the batch entry and head
+  int tiles[4];                      // number of key/value tiles in the bounding box, per dimension
+  int first_key;                     // first token of the dilation group
+  int window_steps, steps;           // number of steps that read key/value tiles; number of all steps
+  bool needs_mask;                   // true if steps of key/value tiles may need a mask
 };
 
-/// Loads four numbers at once.
+/// Loads four numbers with one instruction.
 CUTE_DEVICE int4 quad(const int (&numbers)[4]) {
   return *reinterpret_cast<const int4*>(numbers);
 }
 
-/// Distance in tokens between neighboring keys of a dilation group.
+/// Distance in tokens between neighboring keys of a dilation group, in each dimension.
 CUTE_DEVICE int4 key_pitch(const ForwardParams& p) {
   const int line = p.axis[2].kv_local_extent, plane = line * p.axis[1].kv_local_extent;
   return make_int4(plane * p.axis[0].dilation, line * p.axis[1].dilation, p.axis[2].dilation, 0);
 }
 
-/// Fills in a plan. Warp-collective; each lane passes its dimension as `own`. Tiles are read in steps of `kColumns`
-/// keys.
+/// Computes the plan of a query tile, for steps of `kColumns` keys. Warp-collective. `own` is the plan of the dimension
+/// that the lane plans.
 template <class Element, int kColumns, bool kIsPlain>
 CUTE_DEVICE void share_plan(const ForwardParams& p, const QueryAxisPlan& own, int batch, int head, TilePlan& plan) {
   const int lane = threadIdx.x % 32, d = planned_dimension();
-  // Each lane computes a window of the first or the last row: lane = 3 * is_last + dimension.
+  // Lanes 0 to 5 each compute one dimension of the window of the first or last row: lane = 3 * is_last + dimension.
   const int of = min(lane, 5) % 3;
   const bool is_last = lane >= 3;
   const int2 window = of_lane(own, of).seen(p.axis[of], is_last ? p.axis[of].q_tile - 1 : 0, kIsPlain);
@@ -68,24 +68,27 @@ CUTE_DEVICE void share_plan(const ForwardParams& p, const QueryAxisPlan& own, in
   plan.values[1] = of_head(p.additional_values, p.additional_kv, p.head_dim_v);
 }
 
-/// Keys that a warp's rows see.
+/// Keys that a warp's rows attend to.
 struct SeenBox {
-  alignas(16) int hull_begin[4], hull_end[4];  // local keys that any row sees: x, y, z
-  int inner_begin[4], inner_end[4];            // local keys that every row sees
+  alignas(16) int hull_begin[4], hull_end[4];  // bounding box of the local keys that any row attends to: x, y, z
+  int inner_begin[4], inner_end[4];            // local keys that every row attends to
 
-  /// True if some row sees keys of the key/value tile at `at`.
+  /// False if no row attends to a key of the tile whose first key is `at`.
   CUTE_DEVICE bool overlaps(const ForwardParams& p, int4 at) const {
     return !KvWalk(at).is_outside(p.axis, quad(hull_begin), quad(hull_end));
   }
 
-  /// True if every row sees all keys of the tile.
+  /// True if every row attends to all keys of the tile whose first key is `at`.
   CUTE_DEVICE bool contains(const ForwardParams& p, int4 at) const {
     return KvWalk(at).is_inside(p.axis, quad(inner_begin), quad(inner_end));
   }
 };
 
-/// Fills in a row's window: first key seen (x, y, z) and the row's token, or -1; end of the keys seen. Warp-collective;
-/// `box` is set to the keys that the warp's rows see. Rows past the query tile get the position of row 0.
+/// Computes the window of a row of the query tile. Warp-collective, with a row per lane.
+///
+/// Sets `begin` to the first key that the row attends to (x, y, z) and the row's token (-1 without a query), `end` to
+/// the end of these keys, and `box` to the keys that the warp's rows attend to. Rows past the query tile get row 0's
+/// window.
 template <bool kIsPlain>
 CUTE_DEVICE void plan_row(const ForwardParams& p, const QueryAxisPlan& own, int row, int (&begin)[4], int (&end)[4],
                           SeenBox& box) {
