@@ -10,23 +10,23 @@
 
 namespace natten_jax::small {
 
-/// Layout of the columns of two arrays in a stage: either a column's chunks of both arrays in one row, which all
-/// threads copy, or a box per array, which TMA swizzles.
+/// Layout of the columns of two arrays in a stage. With boxes, each array has a box, which TMA loads and swizzles.
+/// Without boxes, all threads copy chunks, and a row of shared memory has a column's chunks of both arrays.
 template <int kHeadDim, bool kHasBoxes>
 struct ColumnRows {
   static constexpr int kBytes = (kHasBoxes ? 2 : 4) * kHeadDim;
 
-  /// Returns the XOR that the swizzle of boxes applies to the chunk numbers of a row.
+  /// Returns the number with which TMA's swizzle XORs the indices of the chunks in a row of a box.
   CUTE_DEVICE static int permutation(int row) { return kHeadDim == 32 ? row >> 1 & 3 : row & 7; }
 
-  /// Returns the address of the same chunk in the second array; with boxes, it lies `distance` bytes after the given
-  /// one.
+  /// Returns the address in the second array of the chunk that has address `address` in the first array. With boxes,
+  /// the distance between the two addresses is `distance` bytes.
   CUTE_DEVICE static std::uint32_t in_second(std::uint32_t address, int distance) {
     return kHasBoxes ? address + distance : kHeadDim == 32 ? address ^ 64 : address + 2 * kHeadDim;
   }
 };
 
-/// Head widths in memory. With TMA they equal the compiled width, without padding.
+/// Head widths of arrays in global memory. If TMA loads columns, both equal the compiled width.
 template <int kHeadDim, bool kHasBoxes>
 struct HeadDims {
   int of_keys, of_values;
@@ -35,8 +35,9 @@ struct HeadDims {
       : of_keys(kHasBoxes ? kHeadDim : p.head_dim), of_values(kHasBoxes ? kHeadDim : p.head_dim_v) {}
 };
 
-/// Byte offsets of a lane relative to a pair of groups, for ldmatrix on the first array: `across` for products that sum
-/// over head elements, like logits, and `along` for products that sum over columns.
+/// Byte offsets at which a lane reads the first array with ldmatrix, relative to the offset of a pair of groups.
+/// `across` is for products that sum over head elements, such as logits, and `along` for products that sum over
+/// columns.
 struct Lanes {
   std::uint32_t across, along;
 };
@@ -45,21 +46,28 @@ struct Lanes {
 struct TilePlan {
   int pairs;  // pairs of groups in the window; additional pairs follow, starting at the next even index
   Lanes lanes, lanes_additional;
-  std::uint32_t statistic;       // offset of the statistics of the lane's first column
-  std::uint32_t next_statistic;  // bytes to the statistics of its second column, and to the next group's
-  std::uint32_t next_group;
-  std::uint32_t statistic_of_column;  // offset of the statistics of column lane % 16
-  int column_of_row;  // if rows are also columns of the box: the column that is row lane % 16, or any column if that
-                      // row is absent,
-  std::uint32_t row;  // and the offset at which the lane reads the rows as an MMA operand
+  std::uint32_t statistic;            // byte offset in a stage of the statistics of the lane's first column
+  std::uint32_t next_statistic;       // distance in bytes to the statistics of the lane's second column
+  std::uint32_t next_group;           // distance in bytes to the statistics of the next group
+  std::uint32_t statistic_of_column;  // byte offset in a stage of the statistics of column lane % 16
+  int column_of_row;  // if rows are also columns of the box: the column that is row lane % 16; without such a row, any
+                      // column
+  std::uint32_t row;  // if rows are also columns of the box: offset at which the lane reads the rows as an MMA operand
   bool has_rows;
-  // Relative bias, byte offsets in a stage: the entries of the lane's two rows with its first column; distances to the
-  // next column's entries and to the next group's. If rows are keys, both distances are negative, as offsets are.
+  // For a relative bias:
+  // - `entry`: byte offsets in a stage of two table entries, for the lane's two rows and its first column.
+  // - `next_entry`, `next_entry_of_group`: distances in bytes to the entries for the lane's next column and for the
+  //   next group. If rows are keys, both are negative, because offsets (key minus query) decrease from one query to the
+  //   next.
   int entry[2], next_entry, next_entry_of_group;
-  // Sums for the bias gradient, byte offsets in shared memory: the sums of the two rows with the first column, rounded
-  // up to a word; distance to the next group's sums. Then masks, a half-word per row, of "late" rows, whose sums would
-  // start at an odd half-word and are stored one half-word later; the tile's smallest offsets; and its number in the
-  // layout.
+  // For the gradient of a relative bias:
+  // - `sums`: byte offsets in shared memory of the sums for the lane's two rows and its first column, rounded up to a
+  //   word.
+  // - `next_sum_of_group`: distance in bytes to the sums for the next group.
+  // - `late_rows`: masks with a half-word per row. It is set if the row is "late": its sums would start at an odd
+  //   half-word, and are stored one half-word later.
+  // - `least_offset`: the tile's smallest offset in each dimension.
+  // - `number`: the index of the tile in the layout.
   int sums[2], next_sum_of_group;
   std::uint32_t late_rows[2];
   int least_offset[kRank], number;
@@ -67,26 +75,27 @@ struct TilePlan {
   int key;
 };
 
-/// Returns the index of a row in the tables.
+/// Returns the index of a tile's row in Tables::row_places, where rows i and i + 8 are adjacent.
 CUTE_DEVICE constexpr int index_of_row(int row) {
   return row % 8 * 2 + row / 8;
 }
 
-/// A CTA's tables in shared memory. `places` is used if columns are not loaded as boxes.
+/// A CTA's tables in shared memory. `places` is used if threads copy the columns.
 struct Tables {
   int2* places;
   std::uint32_t* offsets;
-  std::uint32_t* entries;      // relative bias: byte offset in the table, and in the upper half-word in the sums; key
-                               // biases: tokens
+  std::uint32_t* entries;  // per pair: distances from the first pair. Relative bias: bytes in the table (lower
+                           // half-word) and in the sums (upper half-word). Key biases: tokens.
   const std::uint16_t* masks;  // a lane's mask bytes: two pairs per element
-  // Rows i and i + 8 of the warp's tile, as row indices of an array with a row per token and head, relative to its
-  // batch entry and head; negative: outside.
+  // For rows i and i + 8 of the warp's tile: their indices in an array with one row per token and head, counted from
+  // the row of the current batch entry and head. Negative if the tile does not have the row.
   const int2* row_places;
   std::uint32_t key_bias;  // the lane's address of the key biases of the first pair of groups
   char* stages;
   int second;       // distance in bytes between the boxes of the two arrays
   int columns;      // columns of the region
-  int full_passes;  // passes in which all threads copy a chunk of a column; only some threads copy the remaining chunks
+  int full_passes;  // passes in which every thread copies a chunk; in another pass, some threads copy the remaining
+                    // chunks
 };
 
 /// Returns the base-2 logarithm of a power of two.
@@ -94,16 +103,17 @@ CUTE_DEVICE int logarithm(int power) {
   return 31 - __clz(power);
 }
 
-/// Masks of a lane; the bytes of two pairs that are computed together are adjacent. The low half of a pair's byte
-/// belongs to the first group: one bit for each of the lane's four elements, set if the element is hidden, highest bit
-/// first.
+/// Masks of a lane: a byte per pair of groups. The bytes of two pairs that are computed together are adjacent. The low
+/// half of a byte belongs to the pair's first group, and the high half to the second group. In each half, the highest
+/// bit belongs to the first of the lane's four elements. A bit is set if its element is hidden (masked out).
 struct MaskBytes {
   std::uint8_t* of_lane;
 
   CUTE_DEVICE std::uint8_t& operator[](int pair) const { return of_lane[pair / 2 * 64 + pair % 2]; }
 };
 
-/// Returns a mask of eight groups, a nibble each, with one bit set in the nibbles from group `begin` to `end`.
+/// Returns a word with a nibble for each of eight groups. The lowest bit is set in the nibbles of groups `begin` to
+/// `end - 1`.
 CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
   // shl.b32 gives 0 for shifts of 32 bits and more; in C++ they are undefined.
   const auto from = [](int group) {
@@ -114,16 +124,17 @@ CUTE_DEVICE std::uint32_t range_of_groups(int begin, int end) {
   return from(begin) & ~from(end);
 }
 
-/// Fills the tables; returns false for a region without rows. All threads have to call it, and to synchronize before
-/// they use the tables; for a warp's part of them, it suffices that the warp synchronizes. `loads` starts as soon as
-/// the first column of the region's box is known, by its local token in each dimension.
+/// Computes the plan of a CTA and fills its tables. Returns false if the region has no rows. All threads have to call
+/// this function. Before threads use the tables, the CTA has to synchronize; if a warp uses only its own tables, it
+/// suffices that this warp synchronizes.
 ///
-/// `load_first_rows` is called as soon as the rows' tokens are known. `layout` is the layout of the batch entries
-/// that the plan is for. `number` is the plan's index in kernels with two plans.
+/// Calls `loads.start` as soon as the first column of the region's box is known, with the column's local token in each
+/// dimension. Calls `load_first_rows` as soon as the rows' tokens are known. `layout` is the layout of the batch
+/// entries that the plan is for. `number` is the plan's index in kernels with two plans.
 ///
-/// `kIsWhole`: true if a region is a whole dilation group of a plain problem without additional columns. These plans
-/// have a third fewer instructions. This matters for CTAs with few items, because a kernel's first instructions miss
-/// the instruction cache.
+/// `kIsWhole`: true if a region is a whole dilation group of a plain problem without additional columns. Plans are then
+/// a third shorter. This matters for CTAs with few items, because a kernel's first instructions miss the instruction
+/// cache.
 template <int kHeadDim, Owner kOwner, bool kHasBoxes, Feature kFeature, bool kIsWhole = false, class Loads,
           class LoadFirstRows>
 CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, TilePlan& tile, Loads& loads,
@@ -148,11 +159,13 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   tables.stages = raw + region.shared.stages;
   tables.second = region.shared.second;
 
-  // Number of rows of the tile, and its first row. Each of the first 16 lanes handles one row; three more lanes handle
-  // the last row of the tile and the ends of the region.
+  // In each dimension: the tile's number of rows, the index of its first row in the region, and this row's local token.
+  // `seen` is the range of columns that a row sees: in lanes 0 to 15 a row of the tile, in lane 16 the tile's last row,
+  // in lane 17 the region's first row, and in later lanes the region's last row.
   int tile_rows[kRank], begin_of_tile[kRank], first_row[kRank], offset[kRank];
   int2 seen[kRank], of_tile[kRank];
-  // First column of the region, and number of columns.
+  // In each dimension: the index of the region's first column in its dilation group, the number of columns, and the
+  // local token of the first column.
   int first[kRank], extent[kRank], first_column[kRank];
   int id = blockIdx.x, tile_id = warp, warps_with_rows = 1;
   [[maybe_unused]] bool crosses_seam = false;
@@ -201,7 +214,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
       crosses_seam |= rows.wraps(axis) && (first[d] < 0 || first[d] + extent[d] > rows.columns().length);
     }
     first_row[d] = rows.rows().residue + (rows.begin + begin) * axis.dilation;
-    // Rows past the tile or outside of the layout see nothing.
+    // Rows past the tile or outside of the layout see no columns.
     const bool is_row = lane < tile_rows[d] && rows.is_inside(looked_at);
     of_tile[d] = make_int2(__shfl_sync(0xffffffffu, seen[d].x, 0), __shfl_sync(0xffffffffu, seen[d].y, 16));
     if constexpr (kHasBias) {
@@ -222,8 +235,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     loads.start(first_column, warps_with_rows);
   }
 
-  // The tile's first column, relative to the region's; the number of its groups; and the columns that the lane's two
-  // rows see, relative to the tile's first column.
+  // In each dimension: the tile's first column relative to the region's first column, and the tile's number of groups.
+  // For the lane's two rows: the range of columns that they see, relative to the tile's first column.
   int tile_begin[kRank], groups[kRank], window_begin[2][kRank], window_end[2][kRank];
   int row_token = 0, row_shift = 0, first_token = 0, token_pitch[kRank];
   tile.column_of_row = 0;
@@ -265,7 +278,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   if (!kHasBoxes || crosses_seam) {
     const int of_pass = blockDim.x / (kColumnBytes / 16);
     tables.full_passes = tables.columns / of_pass;
-    // Token distance to add for a column on the other side of the seam.
+    // Returns the distance in tokens to add to the token of a column. It is not zero if the column lies past the seam,
+    // the edge at which a wrapped dimension continues at its other end.
     [[maybe_unused]] const auto across_seam = [&](int d, int column) {
       const DeviceAxis& axis = p.axis[d];
       const int at = first_column[d] + column * axis.dilation;
@@ -305,7 +319,7 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
       if constexpr (!kRowsAreKeys) {
         const int row = region.shared.sums + (warp * kRows + lane / 4 + 8 * r) * bytes_of_sums_row(region.record);
         tile.sums[r] = row + kBytesOfSum * (sum + is_late(sum));
-        // Check if rows 2 * (lane % 4) and the next one are late; the lanes that have these rows vote.
+        // Check if rows 2 * (lane % 4) + 8 * r and the next row are late. The lanes that hold these rows vote.
         const unsigned late = __ballot_sync(0xffffffffu, is_late(sum));
         const unsigned of_rows = late >> (lane % 4 * 8);
         tile.late_rows[r] = ((of_rows & 1) != 0 ? 0xffffu : 0u) | ((of_rows & 0x10) != 0 ? 0xffff0000u : 0u);
@@ -330,8 +344,9 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     return region.shared.additional +
            static_cast<std::uint32_t>((8 * group + in_group) * kColumnBytes | (chunk ^ in_group) << 4);
   };
-  // For ldmatrix, the lane gives the address of a row of matrix lane / 8 of a step. The matrix is selected by the
-  // group, and by one of the two chunks of the step.
+  // ldmatrix loads the four matrices of a step: two groups times two chunks. The lane provides the address of a row of
+  // matrix lane / 8. For `across`, lane / 16 selects the group, and lane / 8 % 2 the chunk. For `along`, it is the
+  // reverse.
   const int slow = lane / 16, fast = lane / 8 % 2;
   tile.lanes = {lane_of(slow, fast), lane_of(fast, slow)};
   tile.lanes_additional = {lane_of_sequence(slow, fast), lane_of_sequence(fast, slow)};

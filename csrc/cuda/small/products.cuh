@@ -6,7 +6,8 @@
 
 namespace natten_jax::small {
 
-/// Returns the address at which a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns.
+/// Returns the address at which a lane reads chunks 2 * step and 2 * step + 1 of a pair's columns. `address` is the
+/// lane's address for step 0.
 CUTE_DEVICE std::uint32_t step_address(std::uint32_t address, int step) {
   return (address ^ (step % 4 * 32)) + step / 4 * 128;
 }
@@ -54,17 +55,17 @@ using PairLogits = float[2][4];
 
 /// Addresses at which a lane reads a pair's columns.
 struct PairPlace {
-  std::uint32_t across[2], along[2];  // as in Lanes, per array
-  std::uint32_t offset;               // in a stage
-  std::uint32_t entries;              // as in Tables; with key biases: the lane's address of the biases
+  std::uint32_t across[2], along[2];  // in each array: addresses for the two kinds of products, as in Lanes
+  std::uint32_t offset;               // byte offset of the pair in a stage
+  std::uint32_t entries;              // relative bias: as in Tables; key biases: their address for the lane
 
-  /// Bytes to add to a plan's addresses of relative bias entries, and of their sums.
+  /// For a relative bias: distances in bytes to add to TilePlan::entry and to TilePlan::sums for this pair.
   CUTE_DEVICE int entry() const { return static_cast<int>(entries & 0xffff); }
   CUTE_DEVICE int sum() const { return static_cast<int>(entries >> kEntryBits); }
 };
 
-/// Pairs of groups that are computed together: their addresses in a stage, and the masks of their hidden elements, for
-/// `masks_of_group`.
+/// Pairs of groups that are computed together: their addresses in a stage, and the masks of their hidden (masked out)
+/// elements in the format of `masks_of_group`.
 template <int kCount_>
 struct Pairs {
   static constexpr int kCount = kCount_;
@@ -82,7 +83,7 @@ CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::u
     const int pair = i / 8, h = i / 4 % 2, r = i / 2 % 2, c = i % 2, of_pair = pairs.at[pair].entry();
     const std::uint32_t at = stage + tile.entry[r] + (kOwner == Owner::kKeys ? -of_pair : of_pair) +
                              h * tile.next_entry_of_group + c * tile.next_entry;
-    // Volatile, so that the compiler does not keep entries in registers across items.
+    // Volatile, so that the compiler does not keep table entries in registers from one item to the next.
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[pair][h][2 * r + c]) : "r"(at));
   }
 }
@@ -107,8 +108,8 @@ CUTE_DEVICE void load_key_bias(PairLogits (&x)[kPairs], const Pairs<kPairs>& pai
 /// The array of columns that a product reads.
 enum ColumnArray { kFirstArray, kSecondArray };
 
-/// Multiplies the rows with one array of each pair's columns. x starts as `initial`, four numbers per group, or with
-/// `kAdds` keeps its value.
+/// Multiplies the rows by each pair's columns in one array. With `kAdds`, adds the products to `x`. Otherwise `x`
+/// becomes the sum of the products and of `initial`, whose four numbers are used for every group.
 template <class Element, int kHeadDim, ColumnArray kArray, bool kAdds = false, int kPairs>
 CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows,
                                   const Pairs<kPairs>& pairs, const float (&initial)[4] = {}) {
@@ -131,7 +132,7 @@ CUTE_DEVICE void multiply_columns(PairLogits (&x)[kPairs], const RowOperand<Elem
   }
 }
 
-/// o += each pair's weights * one array of its columns.
+/// Multiplies the weights of each pair by its columns in one array, and adds the products to `o`.
 template <class Element, int kHeadDim, ColumnArray kArray, int kPairs>
 CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&weights)[kPairs][4],
                              const Pairs<kPairs>& pairs) {
@@ -154,12 +155,15 @@ CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&
   }
 }
 
-// prmt selects each byte of its result, the highest first, by a digit of its selector:
-//   0 to 3  that byte of the first word     8 to b  the sign of that byte of the first word, eight times
-//   4 to 7  that byte of the second word
-// A mask hides an element if the top bit of its byte is set. With masks as the first word, selectors 0x8444, 0x9444 and
-// so on make -2^127 (the sign of an element's byte, then zeros of the second word), and 0x9988 and 0xbbaa set all bits
-// in the halves of two elements.
+// prmt selects each byte of its result by a hexadecimal digit of its selector; the highest digit selects the highest
+// byte:
+// - 0 to 3: byte 0 to 3 of the first word
+// - 4 to 7: byte 0 to 3 of the second word
+// - 8 to b: the sign bit of byte 0 to 3 of the first word, repeated eight times
+//
+// A mask hides an element if the top bit of its byte is set. The first word has the masks. If the second word is zero,
+// selectors 0x8444, 0x9444 and so on compute -2^127 for a hidden element: the sign of its byte, then three bytes of
+// zeros. Selectors 0x9988 and 0xbbaa set all bits in the half-words of hidden elements, for two elements at a time.
 
 /// Returns the value to add to the exponent of one of the lane's four elements in a group: 0 if the element is visible,
 /// -2^127 if the top bit of its mask is set.
@@ -177,20 +181,20 @@ CUTE_DEVICE std::uint32_t hidden_halves(std::uint32_t masks, int row) {
   return result;
 }
 
-/// Spreads a lane's mask byte for a pair of groups over a word: the bits of the second group's four elements become the
-/// top bits of the bytes, and the first group's bits lie four bits below.
+/// Spreads a lane's mask byte for a pair of groups over a word. The bits of the second group's four elements become the
+/// top bits of the word's bytes. The bits of the first group are four bits lower.
 CUTE_DEVICE std::uint32_t spread_bits(std::uint32_t bits) {
   return bits * (1u | 1u << 9 | 1u << 18 | 1u << 27);
 }
 
-/// Moves the mask bits of one group to the top of the bytes.
+/// Moves the mask bits of one group to the top of the word's bytes.
 CUTE_DEVICE std::uint32_t masks_of_group(std::uint32_t masks, int group) {
   return masks << (4 * (1 - group));
 }
 
-/// Calls `call(pairs)` for a tile's pairs of groups, two at a time as far as possible, to overlap one pair's
-/// instructions with the latency of the other's. With `kAtOnce` 1, one pair at a time, which is slower but needs less
-/// code.
+/// Calls `call(pairs)` for a tile's pairs of groups. With `kAtOnce` 2, it processes two pairs at a time as far as
+/// possible, so that the instructions of one pair hide the latency of the other. With `kAtOnce` 1, it processes one
+/// pair at a time, which is slower but needs less code.
 template <class Columns, int kAtOnce, Owner kOwner, Feature kFeature, class Call>
 CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int additional_pairs, std::uint32_t stage,
                            const Call& call) {
@@ -217,7 +221,8 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
                       {spread_bits(bits[i / 2 * 32] >> (i % 2 * 8) & 0xff)}});
       }
     } else {
-      // Prefetch for the next two pairs; the last prefetch reads past the end and is not used.
+      // Prefetch the offsets and masks of the next two pairs. The last prefetch reads past the end, and its result is
+      // not used.
       uint2 at = *offsets, entries = kHasBias ? *all_entries : uint2{};
       std::uint32_t masks = *bits;
       CUTE_NO_UNROLL
@@ -241,8 +246,9 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
   if (additional_pairs > 0) for_range(tile.lanes_additional, (tile.pairs + 1) / 2 * 2, additional_pairs);
 }
 
-/// Computes unscaled logits of pairs of groups: products of the rows with the first array, plus a relative bias or key
-/// biases. Key biases are loaded if keys are columns; if keys are rows, `of_rows` has them in accumulator order.
+/// Computes unscaled logits of pairs of groups: products of the rows with the first array of columns, plus a relative
+/// bias or key biases. If keys are columns, loads the key biases. If keys are rows, `of_rows` provides their biases, in
+/// accumulator order.
 template <class Element, int kHeadDim, Owner kOwner, Feature kFeature, int kPairs>
 CUTE_DEVICE void multiply_keys(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows, const TilePlan& tile,
                                std::uint32_t stage, const Pairs<kPairs>& pairs, const float (&of_rows)[4] = {}) {

@@ -1,5 +1,5 @@
-// Query gradients for small windows: as in the forward pass, a warp owns 16 queries. It also computes the statistics of
-// queries for the kernel of key and value gradients.
+// Query gradients for small windows: as in the forward pass, a warp owns 16 queries. The kernel also computes the
+// statistics of queries for the kernel of key and value gradients.
 #pragma once
 
 #include <cmath>
@@ -16,14 +16,14 @@
 
 namespace natten_jax::small {
 
-/// Computes the dot products of a lane's two rows of a and b, summed over the four lanes that share a row. Each is
-/// stored twice, in accumulator order.
+/// For each of a lane's two rows, computes the dot product of this row of a and this row of b. Four lanes share a row,
+/// and get the same result. `result` has each product twice, in accumulator order.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHeadDim>& a,
                                const RowOperand<Element, kHeadDim>& b) {
   using Instruction = HalfInstruction<Element>;
-  // MMA of all rows of a with rows 0 to 7 and with rows 8 to 15 of b: 8 instructions, compared with 70 for sums of a
-  // lane's elements.
+  // Multiply all rows of a by rows 0 to 7 of b, then by rows 8 to 15, with MMA, and use only the diagonals. This takes
+  // 8 instructions. To multiply and add each lane's elements would take 70.
   float x[2][4] = {};
   CUTE_UNROLL
   for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -35,13 +35,14 @@ CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHe
                        d[0], d[1], d[2], d[3]);
     }
   }
-  // The diagonal element of a row is in the lane, out of the row's four, that has the column of the same index.
+  // Four lanes share a row of the product. `source` is the lane that holds the row's diagonal element.
   const int lane = threadIdx.x % 32, source = lane / 4 * 4 + lane / 8;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     const float own = lane / 4 % 2 == 0 ? x[r][2 * r] : x[r][2 * r + 1];
-    // Both shuffles return the same value. The compiler treats the results as two values, and keeps them in adjacent
-    // registers, as MMA requires; otherwise it would move the value for each group.
+    // Both shuffles return the same value. The compiler treats the results as different values, and keeps them in
+    // adjacent registers, as MMA requires. With one shuffle, it would copy the value to adjacent registers for each
+    // group.
     result[2 * r] = __shfl_sync(0xffffffffu, own, source);
     result[2 * r + 1] = __shfl_sync(0xffffffffu, own, source + 32);
   }
@@ -50,12 +51,13 @@ CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHe
 /// Statistics of a lane's two rows that the gradients need in addition to the operands.
 template <class Element>
 struct RowStatistics {
-  int at[2];  // indices in arrays with a number per query and head; negative: outside
+  int at[2];  // indices in arrays with a number per query and head; negative if the row is outside of the layout
   float logsumexp[2] = {}, remainder[2] = {}, logsumexp_cotangent[2] = {};
   float delta[4] = {};  // each row twice, in accumulator order
   bool is_large[2] = {};
 
-  /// Starts the loads, beginning with the longest latency.
+  /// Starts to load the logsumexps and their cotangents. These loads have the longest latency, so that `compute` starts
+  /// them first.
   CUTE_DEVICE RowStatistics(const BackwardParams& p, const Item& item, const int2* row_places) {
     const int2 places = row_places[threadIdx.x % 32 / 4];
     const bool has_cotangent = p.logsumexp_cotangent != nullptr;
@@ -74,15 +76,16 @@ struct RowStatistics {
     multiply_rows(delta, cotangents, outs);
   }
 
-  /// Completes the statistics. `write(r, numbers)` is called for each row, by a single lane of the four that share it,
-  /// with the numbers that key and value gradients need.
+  /// Completes the statistics. For each row, a single lane of the four that share the row calls `write(r, numbers)`.
+  /// `numbers` are the statistics that key and value gradients need.
   template <Feature kFeature, class Write>
   CUTE_DEVICE void finish(const BackwardParams& p, const Write& write) {
     constexpr bool kHasBias = kFeature == Feature::kRelativeBias || kFeature == Feature::kKeyBias;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
-      // If a bias hides all keys in the query's window, an infinite logsumexp makes all weights zero.
+      // If a bias hides all keys in a query's window, the logsumexp is -infinity. Infinity instead makes all weights
+      // zero.
       if (kHasBias && logsumexp[r] == -INFINITY) logsumexp[r] = INFINITY;
       delta[2 * r] -= logsumexp_cotangent[r];
       delta[2 * r + 1] -= logsumexp_cotangent[r];
@@ -95,8 +98,8 @@ struct RowStatistics {
   }
 };
 
-/// Accumulates a tile's unscaled query gradients. With a relative bias, also stores the gradients of logits for its
-/// sums, in shared memory that begins at `sums`.
+/// Accumulates a tile's unscaled query gradients. With a relative bias, also stores the logit gradients, from which the
+/// gradient of the bias is computed. `sums` is the shared memory address to which the offsets TilePlan::sums are added.
 template <class Columns, Feature kFeature, class Element, int kHeadDim>
 CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const RowStatistics<Element>& rows,
                                     const RowOperand<Element, kHeadDim>& queries,

@@ -7,12 +7,13 @@
 
 namespace natten_jax::small {
 
-/// Reads the device properties that the choice of a call's regions depends on. With per-entry layouts, boxes are used
-/// only on Hopper, because only its code makes the tensor maps; on other devices, threads copy columns and skip the
-/// padding.
+/// Reads the device properties that determine a call's regions. With per-entry layouts, boxes are used only on Hopper,
+/// because only the code for Hopper makes tensor maps per batch entry. On other devices, threads copy the columns, and
+/// skip the padding.
 Status read_device(const Arrays& arrays, Device& result);
 
-/// Checks if the device has compute capability 9.0, and this library has kernels for it.
+/// Sets `result` to true if the device has compute capability 9.0 and this library has kernels for it, and to false
+/// otherwise.
 Status find_hopper(bool& result);
 
 }  // namespace natten_jax::small

@@ -26,10 +26,11 @@ int compiled_head_dim(const Problem& problem) {
 
 namespace {
 
-/// Maximum dilation of columns that are loaded as a box.
+/// Maximum dilation at which columns are loaded as a box.
 constexpr std::int64_t kLargestBoxDilation = 8;
 
-/// True if TMA can load a problem's columns: heads fill the swizzled rows, and each array is a single box.
+/// True if TMA can load a problem's columns. Heads must have the compiled width, additional tokens are not supported,
+/// and dilations must be small.
 bool can_have_boxes(const Problem& problem, int head_dim) {
   if (head_dim > kLargestBoxHeadDim || problem.head_dim != head_dim || problem.head_dim_v != head_dim) return false;
   if (problem.additional_kv > 0) return false;
@@ -38,8 +39,8 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
 }
 
 /// True if a region can be a whole dilation group: queries and keys are the same tokens, the arrays contain all of
-/// them, and each query head has a separate key/value head. Even without origins, a call's queries may be only a part
-/// of the tokens, if every query sees every key.
+/// them, and each query head has a separate key/value head. Extents are compared because a call without origins may
+/// also have fewer queries than keys, if every query sees every key.
 bool can_be_whole(const Problem& problem, Places places) {
   if (places != Places::kComplete || problem.heads != problem.heads_kv || wraps(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
@@ -48,7 +49,7 @@ bool can_be_whole(const Problem& problem, Places places) {
   });
 }
 
-/// Calls `call` for all numbers of tiles that a CTA may have in each dimension.
+/// Sets `region.tiles` to every combination of tiles per dimension that a CTA may have, and calls `call` for each one.
 template <class Call>
 void for_each_shape(const Side (&sides)[kRank], int warps, Region& region, const Call& call) {
   int most[kRank];
@@ -78,7 +79,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
   Region candidate{};
   NATTEN_JAX_RETURN_IF_FAILED(begin_region(problem, sides, rows, columns, candidate));
   const int head_dim = compiled_head_dim(problem);
-  // Query heads that share a key/value head form one item if their gradients are added up.
+  // The query heads that share a key/value head count as one item if their gradients are added up.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = problem.batch * problem.heads / together;
   const bool is_whole = kernel == Kernel::kWholeGradient, is_beside_rings = is_timed_beside_rings(problem, places);
@@ -87,9 +88,10 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
     if (has_boxes ? !(device.has_boxes && can_have_boxes(problem, head_dim)) : is_whole) continue;
     candidate.has_boxes = has_boxes;
     for_each_shape(sides, resident_warps(kernel, head_dim), candidate, [&] {
-      // With per-entry layouts, plans have few items, so that a second stage saves less time than another CTA: NAT's
-      // first stage, with half of the tokens padding, took 58 microseconds on an H100 (without filling its padding)
-      // with two stages and three CTAs, and 48 with one stage and five CTAs.
+      // With per-entry layouts, a plan has few items. A second stage then saves less time than another CTA on the SM.
+      // For example, the forward pass of NAT's first stage, with half of the tokens padding, took 58 microseconds on an
+      // H100 with two stages and three CTAs per SM, and 48 with one stage and five CTAs. These times exclude filling
+      // the padding.
       const int most_stages = places == Places::kOfEntries ? 1 : 2;
       for (int stages = 1; stages <= most_stages; ++stages) {
         if (!complete_region(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
@@ -127,7 +129,8 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
     NATTEN_JAX_RETURN_IF_FAILED(choose_region(of_kernel, rows, columns, kernel, Places::kComplete, device, region));
     estimate.seconds += region.nanoseconds / 1e9;
     estimate.launches.push_back({kernel, region});
-    // A part may begin anywhere in the layout, which can take more memory.
+    // Check that the kernels also support parts of the layout (Places::kParts). A part may begin anywhere in the
+    // layout, and its boxes may need more shared memory.
     const Sides of_part(of_kernel, kernel, Places::kParts);
     NATTEN_JAX_RETURN_IF_FAILED(begin_region(of_kernel, of_part.of, rows, columns, region));
     if (!complete_region(of_kernel, of_part.of, kernel, compiled_head_dim(problem), 1, device, region))

@@ -1,8 +1,9 @@
 // Mapping of a CTA to its rows, and layout of the columns that it keeps in shared memory.
 //
-// A warp owns a tile of 16 rows: queries, or keys in the kernel that computes key and value gradients. A CTA owns a
-// region of tiles, and holds the box of columns that the region's rows see. A tile's columns are split into groups of
-// 8; consecutive groups along one dimension form a line.
+// A warp owns a tile of 16 rows: queries, or keys in the kernel that computes key and value gradients. The columns of
+// these rows are the keys that the queries see, or the queries that see the keys; in both cases, comments use the words
+// "a row sees a column". A CTA owns a region of tiles, and keeps in shared memory the box of columns that the region's
+// rows see. A tile's columns are split into groups of 8. Consecutive groups along one dimension form a line.
 #pragma once
 
 #include <cstdint>
@@ -17,80 +18,81 @@ namespace natten_jax::small {
 
 /// Device properties.
 struct Device {
-  int shared_memory;  ///< Maximum bytes per CTA.
+  int shared_memory;  ///< Maximum bytes of shared memory per CTA.
   int shared_memory_multiprocessor;
-  int shared_memory_reserved;  ///< Reserved by the system for every CTA.
+  int shared_memory_reserved;  ///< Bytes that the system reserves for every CTA.
   int multiprocessors;
-  bool has_boxes;  ///< Supports TMA box copies, and the build has kernels that use them.
+  bool has_boxes;  ///< The device supports TMA box copies, and the build has kernels that use them.
 };
 
-/// Byte offsets in a CTA's shared memory. The fields of plain passes come first, as in Region.
+/// Byte offsets in a CTA's shared memory. As in Region, the fields that passes of plain problems read come first.
 struct SharedLayout {
   int offsets;     ///< uint32 per warp and pair of groups: the pair's offset in a stage.
   int masks;       ///< A byte per warp, pair and lane; the bytes of two pairs that are computed together are adjacent.
-  int row_places;  ///< int per row.
+  int row_places;  ///< int per row: Tables::row_places.
   int box_state;   ///< BoxState; boxes only.
   int stages;
   int stage_bytes;
-  int second;         ///< Boxes only: offset in a stage of the second array's columns; also the distance between
-                      ///< arrays.
+  int second;         ///< Boxes only: offset in a stage of the second array's columns. Consecutive arrays have this
+                      ///< distance.
   int box_end;        ///< Boxes only: end of the first array's columns in a stage.
   int boxes_end;      ///< Boxes only: end of the columns of all arrays in a stage.
-  int rows;           ///< In a stage, or per CTA with boxes: the rows of each warp, for each array of rows.
+  int rows;           ///< The rows of each warp, for each array of rows: in each stage, or, with boxes, once per CTA.
   int statistics;     ///< In a stage: kStatisticsBytes per column.
-  int additional;     ///< In a stage: additional columns.
+  int additional;     ///< In a stage: the columns of additional tokens.
   int places;         ///< int2 per column of the box: its token, and its offset in a stage.
   int batch_entries;  ///< EntryState, if batch entries may have separate layouts.
-  int entries;   ///< uint32 per warp and pair of groups. With a relative bias: byte distances from the first pair's
-                 ///< table entries and sums to this pair's entries and sums; with key biases: distance from the first
-                 ///< pair's tokens to this pair's tokens.
+  int entries;   ///< uint32 per warp and pair of groups. With a relative bias: distances in bytes from the first pair's
+                 ///< table entries to this pair's entries, and from the first pair's sums to this pair's sums. With
+                 ///< key biases: distance in tokens from the first pair's keys to this pair's keys.
   int table;     ///< In a stage: a head's relative bias, with `Region::table_margin` numbers of padding on both sides.
   int key_bias;  ///< Key biases: for each warp and pair of groups, a float per column.
-  int sums;      ///< For each warp, one row per query of 16-bit logit gradients, indexed by offset.
-  int region_sums;  ///< Kernel of whole layouts: sums over the queries of each warp (RegionSums).
+  int sums;      ///< For each warp, 16-bit logit gradients: a row per query, and a column per offset (bias_sums.cuh).
+  int region_sums;  ///< Kernel of whole layouts: for each warp, sums of logit gradients over its queries (RegionSums).
   int bytes;        ///< Total size.
 };
 
-/// Shape of a CTA's region. Dimensions are numbered by role: 0 and 1 are the dimensions of a group, 1 is the dimension
-/// of a line.
+/// Shape of a CTA's region. Dimensions are numbered by role: a group extends along dimensions 0 and 1, and a line along
+/// dimension 1.
 ///
-/// Fields of plain forward passes come first: the first warps on an SM wait for each 64 bytes of parameters that
-/// they touch, and such passes may take only 7 microseconds.
+/// The fields that plain forward passes read come first. These passes may take only 7 microseconds, and the first warps
+/// on an SM wait for every 64 bytes of parameters that they read.
 struct Region {
-  int tile[kRank];   ///< Rows of a tile.
-  int tiles[kRank];  ///< Tiles of a region.
-  int group[kRank];  ///< Columns of a group, powers of two; 1 in dimension 2.
+  int tile[kRank];   ///< Extents of a tile, in rows.
+  int tiles[kRank];  ///< Extents of a region, in tiles.
+  int group[kRank];  ///< Extents of a group, in columns: powers of two; 1 in dimension 2.
   int pitch[kRank];  ///< Distance between neighboring columns, in rows of shared memory.
   int warps;
   int stages;
-  int items_of_cta;  ///< Batch entries and query heads that a CTA loops over.
+  int items_of_cta;  ///< Items (pairs of a batch entry and a query head) that a CTA loops over.
   SharedLayout shared;
   int table;             ///< Capacity of a warp's tables, in pairs of groups. If this field comes earlier, the kernels
                          ///< with key biases spill registers.
-  int extent[kRank];     ///< Tokens of the box in shared memory.
+  int extent[kRank];     ///< Extents of the box in shared memory, in tokens.
   int dimension[kRank];  ///< The problem's dimension for each region dimension.
-  int next_statistic;    ///< Distance in bytes between the statistics of two consecutive columns of a group,
-  int next_group;        ///< and between the statistics of the two groups of a pair.
-  // Relative bias, in entries of a head's table; all zeros without one.
+  int next_statistic;    ///< Distance in bytes between the statistics of two consecutive columns of a group.
+  int next_group;        ///< Distance in bytes between the statistics of the two groups of a pair.
+  // Layout of the table with a head's relative bias; all zeros without a relative bias.
   int table_pitch[kRank];  ///< Distance in entries between consecutive offsets.
   int table_entries;
-  int gradients;     ///< Entries of the table's gradient: fewer than table_entries, because its lines are not padded.
-  int table_margin;  ///< Padding entries on each side of the table, which columns of a group that no row sees may
-                     ///< index.
-  int record;        ///< Numbers in a tile's record.
-  // Distance in bytes between the entries of two consecutive columns of a group, and between the entries of the two
-  // groups of a pair: [0] if rows are queries, [1] if rows are keys, which is negative. Kernels add these to addresses
-  // directly.
+  int gradients;  ///< Entries of the table's gradient: fewer than table_entries, because the gradient's lines are not
+                  ///< padded.
+  int table_margin;  ///< Padding entries before and after the table, which kernels may read for columns of a group that
+                     ///< no row sees.
+  int record;        ///< Numbers in a tile's record (RecordLayout).
+  // Distances in bytes, which kernels add to addresses: between the entries of two consecutive columns of a group
+  // (`next_entry`), and between the entries of the two groups of a pair (`next_entry_of_group`). Element 0 is used if
+  // rows are queries. Element 1 is used if rows are keys, and is negative.
   int next_entry[2];
   int next_entry_of_group[2];
   int next_sum_of_group;  ///< Distance in bytes between the sums of the two groups of a pair.
-  int sum_pitch[kRank];   ///< Like table_pitch, but in a record.
-  bool has_boxes;         ///< Columns are loaded by TMA as boxes; otherwise all threads copy chunks.
-  int box;                ///< Maximum number of columns that a region sees.
+  int sum_pitch[kRank];   ///< Distance in numbers between consecutive offsets in a record.
+  bool has_boxes;         ///< True if TMA loads columns as boxes; false if all threads copy chunks.
+  int box;                ///< Number of columns in the box: the product of `extent`.
   int regions[kRank];     ///< Regions per dilation group.
-  int ctas;               ///< CTAs per SM that shared memory allows.
-  std::int64_t count;     ///< Total number of regions, saturated at 2^31.
-  double pairs;           ///< Pairs of groups that take compute time in a tile, including additional ones.
+  int ctas;               ///< CTAs per SM that shared memory and registers allow.
+  std::int64_t count;     ///< Total number of regions; not exact if it is 2^31 or more.
+  double pairs;           ///< Pairs of groups per tile that the cost model assumes, including additional pairs.
   double nanoseconds;     ///< Estimated time of the launch.
 };
 
@@ -101,14 +103,14 @@ enum class Places {
   kOfEntries,  ///< Every batch entry has a separate layout inside the arrays.
 };
 
-/// Returns the problem without additional tokens, for the key/value gradient kernel: another kernel computes the
-/// gradients of additional tokens.
+/// Returns the problem without additional tokens. The key/value gradient kernel gets this problem, because another
+/// kernel computes the gradients of additional tokens.
 Problem without_additional(Problem problem);
 
 /// Calls `call` with every region that a kernel supports for these tiles.
 ///
 /// Returns:
-///   An error if tiles do not have the size that the kernels require.
+///   An error if the kernel does not support the problem, or if tiles have other sizes than the kernel requires.
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                        Kernel kernel, Places places, const Device& device,
                        const std::function<void(const Region&)>& call);
@@ -124,8 +126,9 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 ///   region: the result.
 ///
 /// Returns:
-///   An error if tiles or groups have another number of tokens, or if no region fits: the box of one tile (for the
-///   kernel of whole layouts, of all tiles) is too large for shared memory.
+///   An error if the kernel does not support the problem, if tiles or groups have other numbers of tokens, or if no
+///   region fits into shared memory. A region does not fit if the box of a single tile (in the kernel of whole
+///   layouts, of all tiles) is too large.
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      Kernel kernel, Places places, const Device& device, Region& region);
 
@@ -135,14 +138,15 @@ struct Launch {
   Region region;
 };
 
-/// The tiled launches of a pass, except the gradients of additional tokens, and the estimated time of the whole pass.
+/// The tiled launches of a pass, and the estimated time of the whole pass. `launches` does not include the gradients of
+/// additional tokens, but `seconds` does.
 struct PassEstimate {
   std::vector<Launch> launches;
   double seconds;
 };
 
-/// Estimates the time of a pass. In the backward pass, every kernel takes the key/value tile shape for its rows,
-/// including the kernel that owns queries, because windows of queries and of keys have similar shapes.
+/// Estimates the time of a pass. In the backward pass, every kernel uses the key/value tile shape for its rows. The
+/// kernel that owns queries also uses it, because windows of queries and of keys have similar shapes.
 ///
 /// Returns:
 ///   An error if the kernels do not support these tiles.

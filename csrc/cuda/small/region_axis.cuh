@@ -1,4 +1,5 @@
-// A dimension of a CTA's region: its rows, and the columns that each row sees or is seen by.
+// A dimension of a CTA's region: its rows, and the columns that each row sees. Rows are queries or keys; if they are
+// keys, the columns are the queries that see them.
 #pragma once
 
 #include "cuda/common/axis_plan.cuh"
@@ -6,14 +7,15 @@
 
 namespace natten_jax::small {
 
-/// Position of a region along a dimension: its first row, its maximum number of rows (all regions except the last are
-/// full), and the rows of a tile, a power of two.
+/// Rows of a region along a dimension. `begin` is the index of the first row. `most` is the maximum number of rows;
+/// without per-entry layouts, only the last region has fewer rows. `tile` is the number of rows of a tile, a power of
+/// two.
 struct RegionRows {
   int begin, most, tile;
 };
 
-/// A dimension of a region, from the point of view of its rows. If the dimension wraps (`kMayWrap` permits it),
-/// column indices continue past both ends of the layout.
+/// A dimension of a region. If the dimension wraps, which requires `kMayWrap`, column indices continue past both ends
+/// of the layout.
 template <bool kRowsAreKeys, bool kMayWrap = false>
 struct RegionAxis {
   GroupTokens query, kv;
@@ -37,7 +39,8 @@ struct RegionAxis {
     count = min(place.most, length - begin);
   }
 
-  /// Returns the dimension in a batch entry's layout; with `kIsPlain`, of a plain problem.
+  /// Returns the dimension of a region in a batch entry's layout. With `kIsPlain`, returns the dimension for a plain
+  /// problem.
   template <bool kIsPlain>
   CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue,
                                    RegionRows place) {
@@ -50,7 +53,7 @@ struct RegionAxis {
       if constexpr (kRowsAreKeys) result.fill_last_region(place);
       return result;
     }
-    // Clamp the origins, so that sums do not overflow; no valid origin lies outside of these limits.
+    // Clamp the origins, so that sums of coordinates do not overflow. Valid origins are inside these limits.
     const auto origin = [&](int index, int least, int largest) {
       return p.origins == nullptr
                  ? Origin{0, 0}
@@ -67,8 +70,8 @@ struct RegionAxis {
   CUTE_DEVICE const GroupTokens& rows() const { return kRowsAreKeys ? kv : query; }
   CUTE_DEVICE const GroupTokens& columns() const { return kRowsAreKeys ? query : kv; }
 
-  /// Returns the range of local columns that a row of the region sees or is seen by. Both ends are non-decreasing in
-  /// the row: a key outside of the layout is treated as the nearest key inside.
+  /// Returns the range of local columns that a row of the region sees. Neither end of the range decreases from one row
+  /// to the next, because a key outside of the layout gets the range of the nearest key inside.
   CUTE_DEVICE int2 seen(const DeviceAxis& axis, int row) const {
     row += begin;
     const EntryWindows windows(axis, kernel_size, stride);
@@ -84,8 +87,8 @@ struct RegionAxis {
     return make_int2(max(window.begin - shift, 0), min(max(window.end - shift, 0), columns().local_length));
   }
 
-  /// Returns the offset of a key from a query along the dimension, relative to the smallest offset of a window. One of
-  /// them is a row of the region, the other one is a column.
+  /// Returns the offset of a key from a query along the dimension, relative to the smallest offset of a window. If rows
+  /// are queries, `row` is the query and `column` is the key; if rows are keys, it is the reverse.
   CUTE_DEVICE int offset(const DeviceAxis& axis, int row, int column) const {
     row += begin;
     column += columns().shift;
@@ -94,15 +97,15 @@ struct RegionAxis {
     return (kRowsAreKeys ? row - column : column - row) + axis.kernel_size - 1;
   }
 
-  /// True if a row's token lies in the global layout; queries always do.
+  /// True if a row's token lies in the global layout, which is always true for queries.
   CUTE_DEVICE bool is_inside(int row) const {
     return !kRowsAreKeys || (row + begin >= -kv.shift && row + begin < kv.length - kv.shift);
   }
 
  private:
-  /// Gives the last region the maximum number of tiles, and the region before it the remaining ones. Windows of
-  /// queries at the end of a layout are shifted, so that more of them see the keys shortly before the end. With all of
-  /// these keys in one region, the other regions' boxes need no space for additional queries. `Side::seen` in
+  /// Gives the last region the maximum number of tiles, and the region before it the remaining tiles. At the end of a
+  /// layout, windows of queries are shifted, so that more queries see the keys shortly before the end. If one region
+  /// has all of these keys, the boxes of the other regions need no space for more queries. `Side::seen` in
   /// region_side.h relies on this.
   CUTE_DEVICE void fill_last_region(RegionRows place) {
     const int length = kv.local_length, end = place.begin + place.most;

@@ -13,8 +13,8 @@ namespace {
 /// Cache key: all values that a region depends on.
 using Key = std::vector<std::int64_t>;
 
-/// Returns the key of a launch. Structured bindings make a new field of a struct a compile error until it is handled
-/// here.
+/// Returns the cache key of a launch. Structured bindings name every field of a struct, so that a new field is a
+/// compile error until this function handles it.
 Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
            Kernel kernel, Places places, const Device& device) {
   const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, has_relative_bias,
@@ -44,13 +44,13 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
   return key;
 }
 
-/// Cached result for a kind of launch.
+/// The cached result of find_region for a cache key.
 struct Found {
   Status status;
   Region region;
 };
 
-/// Maximum number of cached kinds of launches, more than any program needs; beyond this, the cache is cleared.
+/// Maximum number of cached results, more than a program needs. A full cache is cleared.
 constexpr std::size_t kMostKinds = 4096;
 
 /// Returns the cached value of a key, or computes it with `find()`.

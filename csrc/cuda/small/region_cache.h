@@ -1,4 +1,4 @@
-// Cache of chosen regions: choosing one takes the host longer than the rest of a launch.
+// Cache of chosen regions. On the host, choosing a region takes longer than the rest of a launch.
 #pragma once
 
 #include "cuda/small/region.h"
@@ -6,14 +6,14 @@
 
 namespace natten_jax::small {
 
-/// Like choose_region, but cached per kind of launch: choosing takes 16 to 32 microseconds, a lookup less than one.
+/// Like choose_region, but cached: choosing a region takes 16 to 32 microseconds, and a lookup takes less than one.
 Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                    Kernel kernel, Places places, const Device& device, Region& region);
 
 /// Like choose_gradient_ring, but cached.
 RingShape find_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
 
-/// Like choose_ring_before, but cached; `warps` is also 0 if no region fits.
+/// Like choose_ring_before, but cached. The result's `warps` is also 0 if no region fits.
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                     Kernel kernel, Places places, RingLoads loads, const Device& device);
 

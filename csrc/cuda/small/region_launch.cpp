@@ -10,7 +10,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// Returns the distance in tokens between neighbors along a dimension of an array.
+/// Returns an array's pitch along a dimension: the distance between neighbors, in tokens.
 std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
   std::int64_t pitch = 1;
   for (int d = dimension + 1; d < kRank; ++d) {
@@ -20,7 +20,8 @@ std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
   return pitch;
 }
 
-/// Returns the distance between neighboring tiles along a dimension, counted in tiles of all dilation groups.
+/// Returns the difference between the numbers (TilePlan::number) of neighboring tiles along a dimension. Tiles of all
+/// dilation groups are numbered.
 std::int64_t tile_pitch_of(const Problem& problem, const std::int64_t (&rows)[kRank], int dimension) {
   std::int64_t pitch = 1;
   for (int d = dimension + 1; d < kRank; ++d) pitch *= query_tiles(problem.axes[d], rows[d]);
@@ -31,14 +32,15 @@ std::int64_t tile_pitch_of(const Problem& problem, const std::int64_t (&rows)[kR
 std::int64_t share_entries(const Problem& problem, Kernel kernel, const Device& device, CommonParams& p) {
   p.batch = static_cast<int>(problem.batch);
   p.entries_of_cta = static_cast<int>(std::min<std::int64_t>(problem.batch, kEntriesOfCta));
-  // Query heads that always belong to the same plan.
+  // Number of consecutive query heads that always belong to the same piece of a group.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = std::int64_t{p.entries_of_cta} * p.heads,
                      looks = divide_up(problem.batch, p.entries_of_cta);
   const std::int64_t most = std::min(
       items, items_of_plan(kernel, compiled_head_dim(problem), p.region, device, p.region.count * looks * items));
   p.region.items_of_cta = static_cast<int>(divide_up(most, together) * together);
-  // The last piece of each group may be smaller. Groups are assumed to have kEntriesOfGroup entries.
+  // The last piece of each group may be smaller than the others, so that more groups mean more pieces. To estimate the
+  // number of groups, assume that a group has kEntriesOfGroup entries.
   constexpr std::int64_t kEntriesOfGroup = 8;
   std::int64_t pieces = divide_up(items, p.region.items_of_cta);
   if (pieces > 1) pieces += divide_up(p.entries_of_cta, kEntriesOfGroup);
@@ -92,8 +94,8 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   p.keys = static_cast<int>(problem.keys());
   p.by_heads = cutlass::FastDivmod(p.heads);
   for (int i = 0; i < kRank; ++i) {
-    // With per-entry layouts, a dimension of one token has that token or is empty. The last dimension is the exception:
-    // in sequences, queries and keys have separate lengths.
+    // If a dimension has one token, it also has one token in the layout of every batch entry, unless that layout is
+    // empty. The last dimension is the exception: sequences have separate lengths of queries and of keys.
     p.is_single[i] = p.is_plain && p.axis[i].query_extent == 1 && (!has_layouts || p.region.dimension[i] < kRank - 1);
     p.by_regions[i] = cutlass::FastDivmod(p.region.regions[i]);
     p.by_tiles[i] = cutlass::FastDivmod(p.region.tiles[i]);
@@ -112,8 +114,8 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   }
   shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(ctas)), 32 * p.region.warps,
            p.region.shared.bytes, stream};
-  // The key/value gradient kernel plans while the query gradient kernel runs (PDL). Code for older architectures would
-  // not wait for the results of the query gradient kernel.
+  // With PDL, the key/value gradient kernel plans while the query gradient kernel runs. This requires code for an
+  // architecture with TMA: code for older architectures would not wait for the results of the query gradient kernel.
   shape.overlaps = kernel == Kernel::kKeyValueGradient && device.has_boxes;
   return {};
 }

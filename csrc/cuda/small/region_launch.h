@@ -1,4 +1,4 @@
-// Launch parameters of kernels with regions for a problem, without its arrays.
+// Launch parameters of kernels with regions, except most pointers to arrays.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@
 
 namespace natten_jax::small {
 
-/// Returns the position of the tokens of a call's arrays in the layout.
+/// Returns the position of a call's arrays in the layout.
 Places places_of(const Arrays& arrays);
 
 /// Fills in a problem's sizes for any kernel, including the kernels of additional tokens' gradients.

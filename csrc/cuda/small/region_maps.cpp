@@ -9,7 +9,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// Encodes the tensor map of an array of columns, if TMA loads them.
+/// Encodes the tensor map of an array of columns. Does nothing if TMA does not load the columns.
 Status encode_columns(const Problem& problem, const void* array, ElementType element_type, std::int64_t head_dim,
                       bool are_queries, CommonParams& p, CUtensorMap& map) {
   if (!p.region.has_boxes) return {};
@@ -51,7 +51,7 @@ Status encode_queries(const Problem& problem, const BackwardParams& arrays, Comm
 Status encode_whole(const Problem& problem, BackwardParams& p) {
   int number = 0;
   for (const void* array : {p.key, p.value, p.query, p.out_cotangent, p.out}) {
-    // Queries and keys have the same head width and number of heads here.
+    // In this kernel, queries and keys have the same head width and number of heads.
     NATTEN_JAX_RETURN_IF_FAILED(
         encode_columns(problem, array, problem.element_type, problem.head_dim, true, p, p.columns[number++]));
   }

@@ -1,4 +1,4 @@
-// TMA tensor maps of the columns of regions; unused for regions without boxes.
+// TMA tensor maps, with which kernels load the columns of regions. Unused for regions without boxes.
 #pragma once
 
 #include <cuda.h>
@@ -10,22 +10,22 @@
 
 namespace natten_jax::small {
 
-/// Encodes the maps of the keys and values that queries see.
+/// Encodes the maps of keys and values, the columns of kernels that own queries.
 Status encode_keys(const Problem& problem, const void* key, const void* value, CommonParams& p);
 
-/// Encodes the maps of the queries that see keys and of their statistics; `arrays` are the parameters of another
-/// kernel.
+/// Encodes the maps of queries, dO and statistics, the columns of the kernel that owns keys. `arrays` provides their
+/// addresses; it may be the parameters of another kernel.
 Status encode_queries(const Problem& problem, const BackwardParams& arrays, CommonParams& p);
 
 /// Encodes the maps for the kernel of whole layouts, in the order of WholeBox.
 Status encode_whole(const Problem& problem, BackwardParams& p);
 
-/// Makes the maps of batch entries with separate layouts from the maps of the whole arrays.
+/// Makes maps for each batch entry, whose layout is separate, from the maps of the whole arrays.
 ///
 /// Args:
 ///   are_queries: true if columns are queries, false if they are keys.
 ///   result: scratch memory, [batch, kEntryMaps].
-///   overlaps: true if the previous kernel also makes maps (PDL).
+///   overlaps: true if the previous kernel of the stream also makes maps, so that both may overlap (PDL).
 Status make_entry_maps(const Problem& problem, bool are_queries, CUtensorMap* result, cudaStream_t stream,
                        CommonParams& p, bool overlaps = false);
 

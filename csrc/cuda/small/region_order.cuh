@@ -1,19 +1,21 @@
-// Order in which CTAs take regions if dimensions wrap.
+// Order in which CTAs process regions if a dimension wraps.
 #pragma once
 
 #include "cuda/small/params.h"
 
 namespace natten_jax::small {
 
-/// Position of a region: its dilation group and its index in the group, per dimension.
+/// Position of a region in each dimension: its dilation group, and its index in this group.
 struct RegionPlace {
   int residue[kRank], number[kRank];
 };
 
-/// Returns region `id`, in an order with the regions at a seam first. They take longer. If they came last, like the
-/// lower edge of an image in plain order, most SMs would be idle while the last CTAs compute them.
+/// Returns the position of region `id`. The regions that a seam cuts come first, because they take longer
+/// (region_order.h). In index order, the cut regions at the lower edge of an image would come last, and most SMs would
+/// be idle while the last CTAs compute them.
 CUTE_DEVICE RegionPlace find_cut_regions_first(const CommonParams& p, int id) {
-  // Regions cut in the first dimension, then those cut only in the second, and so on; finally all others.
+  // The order: regions cut in dimension 0, then regions cut in dimension 1 but not in dimension 0, then regions cut
+  // only in dimension 2, and then all other regions.
   int first[kRank] = {}, count[kRank];
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) count[d] = p.axis[d].dilation * p.region.regions[d];
@@ -33,7 +35,7 @@ CUTE_DEVICE RegionPlace find_cut_regions_first(const CommonParams& p, int id) {
     const int next = id / count[d];
     p.axis[d].by_dilation(result.number[d], result.residue[d], first[d] + id - next * count[d]);
     id = next;
-    // A dimension's last regions come first in this order.
+    // Along a dimension, the cut regions at its end come before the cut regions at its beginning.
     result.number[d] -= p.seam_regions[d].at_end;
     if (result.number[d] < 0) result.number[d] += p.region.regions[d];
   }

@@ -1,4 +1,5 @@
-// Regions that are cut by the seam of a wrapped dimension, between its end and its begin.
+// Regions that are cut by a seam, the edge at which a wrapped dimension continues at its other end. The columns of a
+// cut region lie on both sides of the seam.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +9,20 @@
 
 namespace natten_jax::small {
 
-/// Cut regions of a dimension.
+/// Number of cut regions along a dimension, per dilation group.
 struct SeamRegions {
-  int count;   ///< Total: first and last regions.
-  int at_end;  ///< Number of last regions.
+  int count;   ///< Cut regions at both ends of the dimension.
+  int at_end;  ///< Cut regions at its end.
 };
 
-/// Counts the cut regions; zero if the dimension does not wrap.
+/// Counts the cut regions. The result is zero if the dimension does not wrap.
 ///
 /// Args:
 ///   axis: the dimension.
 ///   rows: rows per region.
 ///   regions: regions per dilation group.
-///   rows_are_keys: true if rows are keys and columns the queries that see them; false for the reverse.
+///   rows_are_keys: true if rows are keys, and columns are the queries that see them; false if rows are queries, and
+///     columns are the keys that they see.
 inline SeamRegions seam_regions(const Axis& axis, std::int64_t rows, int regions, bool rows_are_keys) {
   const Window& window = axis.window;
   if (window.ends != Ends::kWrap) return {};

@@ -11,16 +11,17 @@
 namespace natten_jax::small {
 namespace {
 
-/// Alignment in bytes of tables and stages; and of boxes, as required by TMA's swizzle.
+/// Alignment in bytes: of tables and stages, and of boxes, as TMA's swizzle requires.
 constexpr std::int64_t kAlignment = 128;
 constexpr std::int64_t kBoxAlignment = 1024;
 
-/// Maximum tokens of a box along a dimension.
+/// Maximum extent of a box along a dimension, in tokens of the array.
 constexpr std::int64_t kLargestBox = 256;
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
 
-/// Returns the product without overflow: saturates at kMostRows if two of the factors or their product are too large.
+/// Returns a * b * c without overflow. Returns kMostRows if a factor or a * b is at least kMostRows, and the product is
+/// not zero.
 std::int64_t counted(std::int64_t a, std::int64_t b, std::int64_t c) {
   if (a == 0 || b == 0 || c == 0) return 0;
   return a >= kMostRows || b >= kMostRows || c >= kMostRows || a * b >= kMostRows ? kMostRows : a * b * c;
@@ -30,37 +31,40 @@ std::int64_t align(std::int64_t bytes, std::int64_t alignment = kAlignment) {
   return divide_up(bytes, alignment) * alignment;
 }
 
-/// Maps a region's dimensions to the problem's; false if a group extends along three dimensions.
+/// Sets `dimension` to the problem's dimension for each dimension of a region. Returns false if a group extends along
+/// three dimensions.
 bool choose_dimensions(const Side (&sides)[kRank], const std::int64_t (&rows)[kRank],
                        const std::int64_t (&columns)[kRank], int (&dimension)[kRank]) {
   std::array<int, kRank> order{2, 1, 0};
-  // Dimensions of the group come first, then dimensions with more groups.
+  // Dimensions along which a group extends come first. Within these two sets, dimensions with more groups come first.
   const auto groups = [&](int d) { return divide_up(sides[d].seen(rows[d]), columns[d]); };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
     if ((columns[a] > 1) != (columns[b] > 1)) return columns[a] > 1;
     return groups(a) > groups(b);
   });
   if (columns[order[2]] > 1) return false;
-  // In a sequence, or with a single token in the other dimensions, lines run along the group's dimension.
+  // Lines run along dimension 1. If a group extends along a single dimension, and there is one column in the next
+  // dimension (as in a sequence), lines run along the group's dimension.
   if (columns[order[1]] == 1 && groups(order[1]) == 1) std::swap(order[0], order[1]);
-  // A line runs along the longer of a group's two dimensions.
+  // If a group extends along two dimensions, lines run along the dimension with more groups.
   if (columns[order[1]] > 1 && groups(order[0]) > groups(order[1])) std::swap(order[0], order[1]);
   std::copy(order.begin(), order.end(), dimension);
   return true;
 }
 
-/// Number of 16-row buffers per warp in a stage, by Kernel: queries; queries, dO and O; keys and values; none for whole
-/// layouts, whose rows are among their columns.
+/// Number of 16-row buffers per warp, by Kernel. The forward kernel has a buffer for queries. The query gradient kernel
+/// has buffers for queries, dO and O, and the key/value gradient kernel for keys and values. The kernel of whole
+/// layouts needs no buffers, because its rows are also columns.
 constexpr int kRowBuffers[] = {1, 3, 2, 0};
 
-/// Widens a box so that the two groups of a pair are a multiple of 8 rows apart, and the rows of a group are in
-/// different banks: the swizzle permutes rows by their index modulo 8. False if this is impossible or the box becomes
-/// too large.
+/// Widens a box for two reasons: the distance between the two groups of a pair has to be a multiple of 8 rows, and the
+/// rows of a group have to be in different banks. A row's bank depends on its index modulo 8, by which the swizzle
+/// permutes the row's chunks. Returns false if the box cannot be widened or becomes too large.
 bool widen_box(const Side (&sides)[kRank], const Region& region, const std::int64_t (&groups)[kRank],
                std::int64_t (&box)[kRank]) {
   const int wide = region.group[0], high = region.group[1];
   if (groups[0] > 1 && wide < kColumns) return false;
-  // Rows of a group: `high` runs of `wide` consecutive rows; all eight have to differ modulo 8.
+  // A group has `high` sequences of `wide` consecutive rows. The indices of all eight rows have to differ modulo 8.
   const std::int64_t step = wide == 1 ? 2 : 2 * wide;
   box[0] = wide == kColumns ? align(box[0], kColumns) : align(box[0] - wide, step) + wide;
   if (groups[2] > 1) box[1] = align(box[1], high);
@@ -82,7 +86,7 @@ struct TiledDimensions {
   }
 };
 
-/// Fills in the layout of a relative bias's table in memory.
+/// Fills in the layout of the table of a relative bias.
 void lay_out_table(const Problem& problem, Region& region) {
   const TiledDimensions of(region);
   const BiasTable table(problem.axes, of.tile, of.group);
@@ -99,12 +103,13 @@ void lay_out_table(const Problem& problem, Region& region) {
   }
 }
 
-/// Computes the layout of the sums for the bias gradient, given the groups of a tile; false if the table or the sums
+/// Computes the layout of the sums for the gradient of a relative bias. `groups` are the maximum numbers of groups of a
+/// tile in each dimension. Returns false if the kernels do not support the tile's shape, or if the table or the sums
 /// exceed the kernels' index range.
 bool lay_out_sums(const Problem& problem, const std::int64_t (&groups)[kRank], Region& region) {
   if (region.table_entries > kMostBiasEntries) return false;
-  // Rows past the only token of a dimension are not masked. Their results are not used, but the sums would include
-  // them.
+  // If a dimension has a single token, tile rows past this token are not masked. Their results are not used, but the
+  // sums would include them.
   for (int i = 0; i < kRank; ++i) {
     if (region.tile[i] > 1 && problem.axes[region.dimension[i]].query.extent == 1) return false;
   }
@@ -114,7 +119,7 @@ bool lay_out_sums(const Problem& problem, const std::int64_t (&groups)[kRank], R
   std::int64_t margin = 0, last_entry = 0, last_sum = 0;
   for (int i = 0; i < kRank; ++i) {
     const std::int64_t pitch = region.table_pitch[i], sum_pitch = record.pitch[region.dimension[i]];
-    // The last group of a line's last pair may be outside of the window.
+    // The last pair of a line may include a group outside of the window.
     const std::int64_t columns = (i == 1 ? 2 * divide_up(groups[i], 2) : groups[i]) * region.group[i];
     margin += (region.tile[i] - 1 + region.group[i] * (i == 1 ? 2 : 1) - 1) * pitch;
     last_entry += columns * pitch;
@@ -146,7 +151,7 @@ Status begin_region(const Problem& problem, const Side (&sides)[kRank], const st
     return Status::invalid_argument("with a key_bias, heads for small windows have at most " +
                                     std::to_string(kLargestBiasedHeadDim) + " dimensions and no relative_bias");
   }
-  // Kernels index rows of arrays with 32 bits.
+  // Kernels use 32-bit indices for the rows of arrays.
   for (const std::int64_t rows_of_array : {counted(problem.batch, problem.queries(), problem.heads),
                                            counted(problem.batch, problem.keys(), problem.heads_kv),
                                            counted(problem.batch, problem.additional_kv, problem.heads_kv)}) {
@@ -182,7 +187,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
     region.count = counted(region.count, side.axis.window.dilation, region.regions[i]);
     box[i] = side.seen(region.tile[i], region.tiles[i]);
     const std::int64_t seen = side.seen(region.tile[i]);
-    // In the kernel of whole layouts, a warp's rows are also keys.
+    // In the kernel of whole layouts, a warp owns 16 keys in addition to 16 queries.
     const Side keys{side.axis, true, Places::kComplete};
     groups[i] = divide_up(is_whole ? std::max(seen, keys.seen(region.tile[i])) : seen, region.group[i]);
     mean_groups[i] = side.mean_groups(region.tile[i], region.group[i]);
@@ -191,7 +196,8 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   const std::int64_t lines = groups[0] * groups[2], line_pairs = divide_up(groups[1], 2);
   const std::int64_t additional_pairs = divide_up(problem.additional_kv, 2 * kColumns);
   const std::int64_t pairs = lines * line_pairs + additional_pairs;
-  // Two pairs are computed at once, either of the window or additional ones, and two more are prefetched.
+  // Kernels compute two pairs at a time, and prefetch two more. Pairs of the window and additional pairs are rounded up
+  // separately.
   const std::int64_t entries = 2 * (divide_up(lines * line_pairs, 2) + divide_up(additional_pairs, 2) + 1);
   if (region.has_boxes && !widen_box(sides, region, groups, box)) return false;
   if (problem.has_relative_bias && !lay_out_sums(problem, groups, region)) return false;
@@ -224,11 +230,13 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   take(shared.sums, has_sums ? bytes_of_sums(region.record) * region.warps : 0);
   if (is_whole && has_sums) {
     const std::int64_t sums = std::int64_t{region.warps} * (region.record + kRecordHeader);
-    // In global memory, the tables of regions are stored in the space for records of tiles, and have to fit.
+    // The kernel of whole layouts writes one table of sums per CTA to the global memory that other kernels use for the
+    // records of tiles. These tables have to fit.
     if (region.gradients > sums) return false;
     take(shared.region_sums, 2 * sizeof(float) * sums);
   }
-  // With boxes, each warp has separate row buffers; most kernels load rows while they write results, and need one more.
+  // With boxes, the row buffers are separate from the stages. Most kernels then load the next rows while they write
+  // results, and need one more buffer per warp for the results.
   const bool has_results =
       region.has_boxes && !has_results_in_rows(kernel, sides[0].places == Places::kOfEntries) &&
       !(kernel == Kernel::kQueryGradient && has_sums && has_results_in_sums(region.record, head_dim));
@@ -266,7 +274,8 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   region.next_statistic = kStatisticsBytes * (region.group[0] > 1 ? 1 : region.pitch[1]);
   region.next_group = kStatisticsBytes * region.group[1] * region.pitch[1];
   const double mean_pairs = mean_groups[0] * mean_groups[2] * (mean_groups[1] + .5) / 2;
-  // The warps of a CTA wait for the warp with the most pairs.
+  // Estimate a number between the mean and the maximum, because the warps of a CTA wait for the warp with the most
+  // pairs.
   region.pairs = (mean_pairs + static_cast<double>(lines * line_pairs)) / 2 + static_cast<double>(additional_pairs);
   region.table = static_cast<int>(entries);
   region.stages = stages;
