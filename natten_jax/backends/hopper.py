@@ -125,7 +125,7 @@ class HopperBackend(NativeBackend):
         return ranked[0][1] if ranked else None
 
     def form(self, plan: Plan) -> Form:
-        """Return the features of the kernels of a plan."""
+        """Return the features of the kernels that a plan selects."""
         problem, is_forward = plan.problem, plan.pass_ == "forward"
         unused = {}
         if is_forward and problem.key_bias and plan.kernel_schedule is KernelSchedule.COOPERATIVE:

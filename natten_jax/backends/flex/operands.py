@@ -205,7 +205,7 @@ class PlacedSweep:
         """Return the results unchanged, or NaN if they are invalid.
 
         In some dimensions, the number of inner steps is valid only for arrays that begin at the layout's first token
-        (:attr:`AxisSweep.assumes_whole`). The results are invalid if the arrays begin at another token of these.
+        (:attr:`AxisSweep.assumes_whole`). The results are invalid if the arrays begin at another token there.
         """
         axes = [i for i, axis in enumerate(self.sweep.axes) if axis.assumes_whole]
         if self.origins is None or not axes:
@@ -304,7 +304,7 @@ class QuerySweep(PlacedSweep):
         return additional_softmax, repeated(rounds(self.sweep.inner_steps), visit, additional_softmax, needed)
 
     def rows(self, positions: TilePositions, query: RowTiles, given: KnownRows) -> tuple[Rows, Softmax]:
-        """Return the row statistics of a step's query tiles; recompute them if the given ones are unreliable.
+        """Return the row statistics of a step's query tiles, recomputed if the given ones are unreliable.
 
         Args:
             positions: Positions of the step's tiles.
@@ -338,7 +338,7 @@ class KeySweep(PlacedSweep):
         self.key_bias = None if inputs.key_bias is None else self.sweep.cut_outer(inputs.key_bias)
 
     def rows(self, additional: Softmax | None, known: KnownRows) -> Annotated[jax.Array, "batch heads *coordinates 2"]:
-        """Return the statistics of all rows, in the layout of ``queries``; recompute unreliable ones.
+        """Return the statistics of all rows, recomputed if the known ones are unreliable, in the layout of ``queries``.
 
         Args:
             additional: ``[batch, *query_layout, heads, 1]``. Softmax over the additional tokens; ``None`` for a call

@@ -242,10 +242,10 @@ LARGEST_RELIABLE_LOGIT = 256.0
 
 
 class KnownRows(NamedTuple):
-    """Row statistics that an earlier sweep computed.
+    """Row statistics of an earlier sweep, if there is one.
 
     Attributes:
-        rows: The row statistics; zeros if no earlier sweep has computed them.
+        rows: The row statistics; zeros without an earlier sweep.
         is_unreliable: True if they must be recomputed before weights are computed.
     """
 

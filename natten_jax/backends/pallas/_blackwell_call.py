@@ -35,7 +35,8 @@ class Lines:
     """Layout of an array as lines of tokens along the last token dimension, ``z``.
 
     An array ``[batch, x, y, z, heads, width]`` is reshaped to ``[batch * x * y, z / dilation, columns, block]``. The
-    first dimension is the line. A column is a block of at most 64 elements of one head in one dilation group of ``z``.
+    first dimension indexes lines. A column is a block of at most 64 elements of one head, for one dilation group along
+    ``z``.
 
     Each TMA copy transfers consecutive tokens of one line and dilation group, one column wide, as rows of a matrix in
     shared memory. Rows after the end of the line are filled with zeros. The reshape is free if ``z`` is a multiple of
@@ -178,12 +179,13 @@ class Call(StaticCall):
         return math.prod(self.extents(owns_keys=owns_keys))
 
     def item(self, number: Scalar, *, owns_keys: bool = False) -> Item:
-        """Return the work item with a number; the tiles of one head and dilation group have consecutive numbers.
+        """Return a work item, given its number; the tiles of one head and dilation group have consecutive numbers.
 
         The item's group is a dilation group of queries, even if the item owns a key tile.
         """
         found = unravel(number, self.extents(owns_keys=owns_keys))
-        # Convert static indices to traced ones: JAX rejects static slices that exceed an array, as in padding.
+        # Convert static indices to traced ones: JAX rejects static slices that exceed an array, but a tile may extend
+        # into padding.
         batch, head, *indices = (jnp.zeros_like(number) if isinstance(index, int) else index for index in found)
         return Item(batch, head, indices[:KERNEL_RANK], indices[KERNEL_RANK:])
 
@@ -199,7 +201,7 @@ class Call(StaticCall):
         return [g * v.q_tiles + t for g, t, v in zip(item.group, item.tile, self.visits, strict=True)]
 
     def bounds(self) -> list[jax.Array]:
-        """Return the first and the end of the keys that each query sees, ``[groups * tiles, 2, queries]``.
+        """Return the first key that each query sees, and the end of these keys: ``[groups * tiles, 2, queries]``.
 
         The list has one array per dimension.
         """

@@ -42,8 +42,8 @@ HALVES = 2
 _COLUMNS = KEYS // HALVES
 #: Columns per tile of the shared-memory layout, for matrices that the tensor cores read transposed.
 _TRANSPOSED = 64
-#: Maximum head dimension for which the key/value gradient kernel has two slots in shared memory for the queries that it
-#: visits, and two for their output cotangents.
+#: Maximum head dimension for which the key/value gradient kernel has two slots in shared memory for query tiles. The
+#: tiles of output cotangents then also have two slots.
 _WIDEST_OF_TWO_SLOTS = 64
 
 
@@ -325,9 +325,9 @@ def _split_scale(call: Call, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Split the scales of the logits, ``[batch, heads]``, into factors of query heads and of key heads.
 
     The factor of a key head, ``[batch, heads_kv]``, is the largest magnitude of the scales of its query heads. The
-    factor of a query head is its scale divided by the factor of its key head. These factors are returned first, in a
-    flat array. Logit gradients are multiplied by them before they are rounded and summed over the query heads of a key
-    head. The division prevents small scales from making these gradients so small that rounding loses digits.
+    factor of a query head is its scale divided by the factor of its key head. The first result is a flat array of the
+    factors of query heads. Logit gradients are multiplied by them before they are rounded and summed over the query
+    heads of a key head. The division prevents small scales from making these gradients so small that they lose digits.
     """
     groups = scale.reshape(call.keys.batch, call.keys.heads, call.group_heads)
     largest = jnp.max(jnp.abs(groups), axis=-1)
@@ -393,7 +393,7 @@ class Owned(NamedTuple):
 
 
 def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
-    """Return the query tile of the item with a number. Its pairs are with the boxes of keys that it visits."""
+    """Return the query tile that an item owns, paired with the boxes of keys that the tile visits."""
     item = call.item(number)
     boxes = Boxes.for_item(call, item, tables)
     place = gpu.query_tile_origin(call, item)
@@ -401,10 +401,7 @@ def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
 
 
 def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
-    """Return the key tile of the item with a number. Its pairs are with the query tiles that visit it.
-
-    The pairs are in the order of query heads.
-    """
+    """Return the key tile that an item owns, paired with the query tiles that visit it, in order of query heads."""
     item = call.item(number, owns_keys=True)
     box_tables, tile_tables = tables[:KERNEL_RANK], tables[KERNEL_RANK:]
     first_key = [t * extent for t, extent in zip(item.tile, call.box, strict=True)]
@@ -441,7 +438,8 @@ def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> d
 
     - ``query``, ``out_gradient``: Shared memory, ``[slots, blocks, rows, block]``. Queries and output cotangents.
     - ``key``, ``value``: Shared memory, ``[slots, blocks, keys, block]``.
-    - ``logits``, ``products``: Tensor memory. ``products`` are the products of output cotangents and values.
+    - ``logits``: Tensor memory. Products of queries and keys.
+    - ``products``: Tensor memory. Products of output cotangents and values.
     - ``gradients``: Rounded gradients of logits; in tensor memory if queries are owned, otherwise in shared memory.
     - ``weights``: Shared memory. Only if keys are owned.
     - ``sums``: Tensor memory. Gradients of the owned queries, or of the owned keys and values.
@@ -501,8 +499,8 @@ class BackwardBlock:
         memory: References to the memory and barriers of :func:`backward_memory`.
         results: References to the results. If keys are owned, these are the gradients of keys and of values. If queries
             are owned, these are the query gradients and, only if the scale is an array, an array
-            ``[items, HALVES, queries]``. For each query, this array sums unscaled logits times their gradients over
-            keys. The halves of the columns have separate sums.
+            ``[items, HALVES, queries]``. Its elements are sums over keys of the unscaled logit times the logit
+            gradient. Each half of the columns has a separate sum.
         arrays: References to queries, output cotangents, keys and values.
         bounds: References to the arrays of :meth:`Call.bounds`.
         statistics: Reference to query statistics, ``[items, STATISTICS, queries]``.
@@ -606,7 +604,7 @@ class BackwardBlock:
         return before + count
 
     def _multiply_logits(self, query_slot: Scalar, key_slot: Scalar) -> None:
-        """Issue two products, each ``[queries, keys]``: queries and keys, output cotangents and values."""
+        """Issue two products, ``[queries, keys]`` each: queries by keys, and output cotangents by values."""
         lines, memory = self.call.queries, self.memory
         gpu.multiply_tiles(lines, memory.logits, memory.query.at[query_slot], memory.key.at[key_slot])
         gpu.multiply_tiles(lines, memory.products, memory.out_gradient.at[query_slot], memory.value.at[key_slot])

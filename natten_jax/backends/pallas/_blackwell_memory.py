@@ -24,7 +24,7 @@ ROW_LAYOUT = BY_ROWS.reduce(1)
 _REGISTERS_OF_ROWS, _REGISTERS_OF_OTHERS = 232, 40
 _LOADS, _PRODUCTS = 0, 1  # warps
 
-#: Per dimension of the problem, the first and the exclusive end of the keys that each row's query sees.
+#: Per dimension of the problem, the first key that each row's query sees, and the exclusive end of these keys.
 Windows = Sequence[tuple[jax.Array, jax.Array]]
 
 
@@ -48,8 +48,8 @@ def launch(
     The function ``block_of`` returns an object with these methods:
 
     - ``weigh(half, number)`` runs in the warpgroup that owns a half of an item's logits. It computes their weights.
-    - ``load(number, state)`` runs in the warp for copies. It copies the tiles of an item, and returns the next state.
-      The state contains the number of items and the number of visited tiles so far.
+    - ``load(number, state)`` runs in the warp for copies. It starts to copy an item's tiles, and returns the next
+      state. The state contains the number of items and the number of visited tiles so far.
     - ``drain(state)`` runs in the warp for copies after the last item. It waits for the phases of barriers that
       ``load`` has not waited for, because a thread block must not end before they complete.
     - ``multiply(number, before)`` runs in the warp for matrix products. It issues the products of an item. ``before``

@@ -34,7 +34,7 @@ SMALLEST_MAXIMUM = -2.9e38
 #: Logsumexp in base 2 that makes all weights of a query 0. Queries that see no key have it, and padding has it in
 #: Blackwell kernels.
 NO_KEY_SEEN = 1e30
-#: The backward pass reads this number of statistics per query: the logsumexp, its remainder, and delta.
+#: Number of statistics per query that the backward pass reads. They are the logsumexp, its remainder, and delta.
 STATISTICS = 3
 
 
@@ -54,7 +54,7 @@ class Visits:
     Attributes:
         axis: The token dimension.
         q_tile: Queries per tile.
-        box: Keys per box, or per key tile.
+        box: Keys per box. A key tile has equally many keys.
         q_tiles: Query tiles per dilation group.
         keys: Keys per dilation group, including padding.
         before: Number of padding keys before the first key of a dilation group.
@@ -239,7 +239,7 @@ def before_keys(axis: Axis, q_tile: int, alignment: int) -> int:
 
 
 def divided(number: Scalar, by: Scalar) -> tuple[Scalar, Scalar]:
-    """Return the quotient and the remainder of the division of a number that is not negative."""
+    """Return ``number // by`` and ``number % by``, for a ``number`` that is not negative."""
     if not isinstance(by, int):
         return jax.lax.div(number, by), jax.lax.rem(number, by)
     if by == 1:
@@ -446,7 +446,7 @@ def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.A
 
 
 def saved_statistics(saved: Saved, cotangents: Cotangents) -> list[jax.Array]:
-    """Return three arrays with the :data:`STATISTICS` of each query, which the backward pass reads."""
+    """Return the statistics of each query that the backward pass reads: one array for each of :data:`STATISTICS`."""
     reference, remainder = base2_parts(saved.logsumexp, saved.remainder)
     logsumexp = jnp.where(saved.logsumexp == -jnp.inf, NO_KEY_SEEN, reference)
     return [logsumexp, remainder, delta(saved.out, *cotangents)]

@@ -48,7 +48,7 @@ def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
     Args:
         heads: Query heads.
         heads_kv: Key/value heads.
-        widths: Elements per head: of queries and keys, and of values.
+        widths: Width of query and key heads, and width of value heads, in elements.
     """
     if heads != heads_kv or max(widths) > _WIDEST_PACKED:
         return 1
@@ -117,8 +117,8 @@ class Chunks(NamedTuple):
     """The chunks of a box of keys. A program multiplies its queries with one chunk at a time.
 
     A grid step copies one box. Boxes are large, because a grid step has an overhead of hundreds of instruction bundles.
-    The overhead per chunk is smaller. A chunk is a range of the box's keys in row-major order, for any shape of the
-    box, so that it can have a size that keeps all matrix units busy.
+    The overhead per chunk is smaller. A chunk is a range of the box's keys in row-major order. Its size is independent
+    of the shape of the box, and can be chosen to keep all matrix units busy.
 
     Attributes:
         box: Keys of the box along each dimension.
