@@ -1,6 +1,7 @@
-// Key biases, which initialize the products of queries and keys. If keys are columns, a warp keeps the biases of its
-// tile's pairs of groups in shared memory, in the order in which its lanes read them. After its last read, it starts to
-// load the biases of the next item. If keys are rows, each lane holds the biases of its two rows in registers.
+// Key biases, which initialize the accumulators of products of queries and keys. If keys are columns, a warp keeps the
+// biases of its tile's pairs of groups in shared memory, in the order in which its lanes read them. After the last read
+// of an item's biases, it starts to load the biases of the next item. If keys are rows, each lane holds the biases of
+// its two rows in registers.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"

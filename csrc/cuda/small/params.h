@@ -161,7 +161,7 @@ struct BackwardParams : CommonParams {
 
 /// Parameters of the kernel that adds up the records of tiles for the gradient of a relative bias.
 struct TableParams {
-  const float* records;  // as in BackwardParams
+  const float* records;  // BackwardParams::table_records
   float* sums;           // [parts, batch, heads, entries]
   DeviceAxis axis[kRank];
   cutlass::FastDivmod by_tiles[kRank];  // divides by the number of tiles along a dimension, over all dilation groups

@@ -74,7 +74,7 @@ struct Pairs {
   std::uint32_t masks[kCount];
 };
 
-/// Loads the relative bias of pairs of groups, which initializes products of queries and keys.
+/// Loads the relative bias of pairs of groups, which initializes the accumulators of products of queries and keys.
 template <Owner kOwner, int kPairs>
 CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::uint32_t stage,
                            const Pairs<kPairs>& pairs) {
@@ -88,7 +88,8 @@ CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::u
   }
 }
 
-/// If keys are columns, loads the key biases of pairs of groups, which initialize products of queries and keys.
+/// If keys are columns, loads the key biases of pairs of groups, which initialize the accumulators of products of
+/// queries and keys.
 template <int kPairs>
 CUTE_DEVICE void load_key_bias(PairLogits (&x)[kPairs], const Pairs<kPairs>& pairs) {
   CUTE_UNROLL

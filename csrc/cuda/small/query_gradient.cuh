@@ -138,7 +138,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   extern __shared__ __align__(1024) char raw[];
-  if constexpr (!Items::kOfEntries) allow_next_kernel();  // the next kernel plans while this kernel runs
+  if constexpr (!Items::kOfEntries) allow_next_kernel();  // the next kernel computes its plans while this kernel runs
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes, Items, kHasBias> loads(p, raw);
