@@ -33,14 +33,15 @@ class Role(enum.Enum):
     - ``PER_ENTRY``: several numbers per batch entry, such as the extents of its layout.
     - ``WHOLE``: arrays that are not split over a mesh, such as the origins. Each device has its own values.
 
-    Arrays of all roles except ``WHOLE`` have a batch dimension. Only axes that ``jax.vmap`` maps precede it.
+    Arrays of all roles except ``WHOLE`` have a batch dimension. It is the first dimension after the axes that
+    ``jax.vmap`` maps.
 
     Attributes:
         heads_axis: Index of the head dimension, counted from the end (negative); 0 if the array has no head dimension.
-        tokens: ``"queries"`` or ``"keys"``: the kind of tokens that the dimensions after the batch index. ``None`` if
-            the array has no such dimensions.
+        tokens: Kind of the token dimensions, which follow the batch dimension: ``"queries"`` or ``"keys"``. ``None`` if
+            the array has no token dimensions.
         has_layout: True if ``tokens`` is not ``None``.
-        is_key_value: True if the head dimension counts key/value heads, False if it counts query heads.
+        is_key_value: True if the head dimension counts key/value heads.
     """
 
     QUERY = ("query", -2, "queries", False)
@@ -80,7 +81,7 @@ def _roles_of(structure: Any) -> Sequence[Role]:
             pairs = zip(arrays, roles_of_fields(type(argument)), strict=True)
             found += [role for array, role in pairs if array is not None]
         else:
-            found += [Role.WHOLE] * len(jax.tree.leaves(argument))  # of a box
+            found += [Role.WHOLE] * len(jax.tree.leaves(argument))  # arrays of a QueryBox
     return found
 
 

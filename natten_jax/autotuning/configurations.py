@@ -23,7 +23,7 @@ _KEY, _TABLE_KEY = "best_configuration", "tuned"
 
 
 class Tuned(Mapping[str, Any]):
-    """Configurations found by measurement.
+    """Measured configurations of the operator calls in a program.
 
     The object is a context manager. Operator calls that are traced in its ``with`` block use these configurations
     instead of the package's tables. If ``jax.jit`` compiled a function before the block, it compiles the function again
@@ -113,7 +113,7 @@ def _described(tuned: TunedPass) -> str:
 
 
 def _arguments_of(plans: list[Plan]) -> dict[str, Any]:
-    """Return the performance arguments with which an operator call gets the given plans of a problem's passes."""
+    """Return the performance arguments that make an operator call use the given plans, at most one per pass."""
     arguments: dict[str, Any] = {}
     for plan in plans:
         arguments |= zip(tile_names(plan.pass_), plan.tiles, strict=True)

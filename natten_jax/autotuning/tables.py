@@ -183,7 +183,7 @@ def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
     """Return the measured pass of a request on a device; ``None`` if no table entry applies.
 
     A call does not get an entry if it specifies tiles of the pass, a kernel schedule, or a backend other than the
-    entry's. It gets none either if its layout is split over devices.
+    entry's. A call whose layout is split over devices does not get an entry either.
     """
     table = shipped(device) if request.tuned is None else request.tuned
     is_part = math.prod(request.parts) > 1

@@ -1,4 +1,4 @@
-"""Measure the configurations of every operator that a function calls."""
+"""Autotuning: measure configurations for each operator call in a function."""
 
 from __future__ import annotations
 

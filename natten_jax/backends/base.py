@@ -31,7 +31,7 @@ class Platform:
         name: JAX platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
         compute_capability: Minimum compute capability of GPUs; ``None`` for other devices.
         is_exact: True if the only supported compute capabilities are ``compute_capability`` and ``others``. False if
-            all higher ones are supported as well.
+            all compute capabilities from ``compute_capability`` on are supported.
         others: Supported compute capabilities in addition to ``compute_capability``.
     """
 
@@ -150,7 +150,7 @@ class Form(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """Earlier forward passes over other keys. The next pass merges its results into their results.
+    """Earlier forward passes over other keys. The next pass merges its own results with the results of these passes.
 
     Attributes:
         saved: Merged results of the earlier passes, for all queries.
@@ -232,10 +232,10 @@ class Backend(abc.ABC):
         return next(filter(None, map(native.missing, has.targets.get(pass_, ()))), None)
 
     def takes_layouts_of(self, problem: Problem) -> bool:
-        """Return True if one call can process batch entries with different layouts. If False, each entry is a call.
+        """Return True if one call supports batch entries with different layouts. If not, each entry needs its own call.
 
-        The result is False if separate calls may process wrapped keys, because these calls have one origin for all
-        entries.
+        The result is False if wrapped keys may be processed in additional calls, because such a call has one origin for
+        all entries.
         """
         has, with_layouts = self.capabilities, dataclasses.replace(problem, own_extents=True)
         if "own_layouts" not in has.takes or (has.wraps_by_strips and "wrap" in problem.edges):

@@ -134,9 +134,9 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
 
 
 def _inner_tile(problem: Problem, q_tile: Shape) -> Shape:
-    """Return the shape of equal tiles into which the range of keys that a query tile sees is split.
+    """Return the shape of the key/value tiles for a query tile.
 
-    A tile has at most ``_INNER_TOKENS`` tokens.
+    The range of keys that the query tile sees is split into equal tiles of at most ``_INNER_TOKENS`` tokens.
     """
     extents = [
         min(axis.kernel_size + t + axis.stride - 2, -(-axis.kv_extent // axis.dilation))

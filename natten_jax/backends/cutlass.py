@@ -33,8 +33,8 @@ _SMALL_WINDOWS = "small windows"
 _SMALL_FORWARD = "natten_jax_sm80_small_forward"
 _SMALL_BACKWARD = "natten_jax_sm80_small_backward"
 
-#: Number of tensor maps per batch entry and kernel: two for the arrays over whose tokens the kernel loops, and one for
-#: the statistics of queries.
+#: Number of tensor maps per batch entry and kernel: two for the arrays that the kernel loops over (keys and values, or
+#: queries and output cotangents), and one for the statistics of queries.
 _ENTRY_MAPS = 3
 
 #: Performance arguments that the small-window backward kernels ignore, and the reasons.
@@ -80,12 +80,13 @@ def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
     if sinks is None:
         return _float32(0)
     _, *extents, heads, _ = operands.inputs.query.shape
-    # Kernels process whole regions of several tiles, of which the last may be incomplete: this is an upper bound.
+    # Upper bound of the number of query tiles: kernels process regions of several tiles, and the last region may be
+    # incomplete.
     tiles = math.prod(
         axis.dilation * (2 * -(-extent // (axis.dilation * rows)) - 1)
         for axis, extent, rows in zip(problem.axes, extents, plan.tiles[1], strict=True)
     )
-    own = sinks.shape[0]  # batch entries with separate sinks
+    own = sinks.shape[0]  # number of batch entries with separate sinks, or 1 if all entries share them
     tile_parts = own * heads * _filled_up(operands.inputs.query.shape[0] // own * tiles)
     return _float32(max(tile_parts, own * max(_MOST_SINKS_PARTS // own, 1) * _filled_up(heads)))
 
@@ -257,8 +258,8 @@ class CutlassBackend(NativeBackend):
         """Return the problem that the kernels compute.
 
         For some problems with key biases, only the large-window kernels can add the biases. The small-window kernels
-        need the biases as additional columns, but may still be faster. This method chooses between the two by predicted
-        time or, if tiles are requested, by the kernels that offer the tiles.
+        need the biases as additional columns, but may still be faster. This method chooses the kernels with the smaller
+        predicted time. If tiles are requested, it chooses the kernels that offer these tiles.
         """
         found = super().widened(problem, device, pass_, pair)
         if not found.key_bias:

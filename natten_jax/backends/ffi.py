@@ -327,7 +327,7 @@ def scale_of_kernels(problem: Problem) -> float:
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:
-    """Return the attributes of every custom call. The scale is positive, because its sign is in the query."""
+    """Return the attributes of every custom call. The scale is positive: its sign multiplies the query instead."""
     problem = plan.problem
     q_tile, kv_tile = with_kernel_tiles(problem, plan.tiles)
     shapes = {"q_tile_shape": q_tile, "kv_tile_shape": kv_tile}

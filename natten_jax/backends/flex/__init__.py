@@ -1,7 +1,7 @@
 """The ``flex`` backend, in plain JAX: it runs on every device, and JAX can differentiate it to any order.
 
-- ``backend``: capabilities, and the passes as sweeps over tiles: forward pass, gradients and tangents.
-- ``geometry``: division of token layouts into tiles, visibility between tiles, and loops over tiles.
-- ``operands``: division of arrays into tiles, and biases of the logits.
-- ``softmax``: softmax weights from logits, in each pass.
+- ``backend``: the backend class. Its passes and derivatives are loops over tiles, called sweeps.
+- ``geometry``: cuts token layouts into tiles, computes which keys of a tile are visible, and loops over tiles.
+- ``operands``: cuts the arrays of a call into tiles, and looks up the biases of the logits.
+- ``softmax``: computes softmax weights from logits, in both passes.
 """

@@ -1,13 +1,17 @@
 """The ``flex`` backend: blockwise attention in plain JAX, for every device that XLA compiles for.
 
-The passes are sweeps over tiles. The forward pass is an online softmax over the hull of each query tile: the range from
-the first to the last key that the tile sees. Its derivative is an analytic rule, the usual backward pass of attention.
-With the softmax weights ``P`` and ``dP = dO V^T``, the rule computes ``dS = P (dP - delta)``, where ``delta`` is
-``rowsum(dO O)`` minus the cotangent of the logsumexp, and ``dQ = scale dS K``, ``dK = scale dS^T Q``, ``dV = P^T dO``.
-These gradients are linear in the cotangents; the tangents of output and logsumexp are the transpose of this linear map.
+The passes consist of *sweeps*, which are loops over tiles (:mod:`natten_jax.backends.flex.geometry`). For each query
+tile, the forward pass computes an online softmax over the range from the first to the last key that the tile's queries
+see.
 
-The rule reads output, logsumexp, and the maximum and sum of each softmax row, so that no residual is kept per key/value
-tile. The rule is plain JAX, so JAX can differentiate it to any order.
+The derivative of the forward pass is an analytic rule, the usual backward pass of attention. Let ``P`` be the softmax
+weights, and ``dP = dO V^T``. Let ``delta`` be ``rowsum(dO O)`` minus the cotangent of the logsumexp. The rule computes
+``dS = P (dP - delta)``, and from it ``dQ = scale dS K``, ``dK = scale dS^T Q`` and ``dV = P^T dO``. These gradients are
+linear in the cotangents. The tangents of output and logsumexp are the transpose of this linear map.
+
+The residuals of the rule are the output, the logsumexp, and two statistics per softmax row: the maximum, and the
+logarithm of the sum. None of them is stored per key/value tile. The rule is plain JAX, so JAX can differentiate it to
+any order.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ _Arrays = TypeVar("_Arrays", bound=tuple[Any, ...])
 
 _LARGEST_TILE = 1024  # tokens
 
-#: Pairs of query and key/value tiles by rank, the recommended one first.
+#: Pairs of query and key/value tiles, by number of token dimensions. The first pair is the recommended one.
 _TILE_PAIRS: dict[int, list[TilePair]] = {
     1: [((64,), (64,)), ((128,), (128,)), ((64,), (128,)), ((128,), (64,)), ((256,), (256,))],
     2: [((8, 8), (8, 8)), ((4, 16), (4, 16)), ((4, 16), (8, 8)), ((16, 16), (16, 16))],
@@ -61,7 +65,7 @@ class FlexBackend(PureJaxBackend):
     )
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Return query and key/value tile shapes of a pass, the recommended pair first."""
+        """Return the pairs of query and key/value tiles to choose from, with the recommended pair first."""
         return list(_TILE_PAIRS[problem.rank])
 
     def attend(self, plan: Plan, operands: Operands) -> Output:
@@ -69,7 +73,7 @@ class FlexBackend(PureJaxBackend):
         return Output(out.astype(plan.problem.output_dtype), logsumexp)
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
-        """Compute output, logsumexp, and the maximum and logarithm of the sum of each softmax row."""
+        """Compute output, logsumexp, and two statistics per softmax row: the maximum, and the logarithm of the sum."""
         operands, problem = _without_padding(plan, operands, operands), plan.problem
         over = QuerySweep(plan, operands, "forward")
 
@@ -78,20 +82,21 @@ class FlexBackend(PureJaxBackend):
             return None, over.softmax(positions, query, problem.head_dim_v, lambda rounds: rounds, carries_plan=True)[1]
 
         _, cut = swept(step, None, (over.positions, over.sweep.cut_outer(operands.inputs.query)))
-        # Join one concatenated array instead of three arrays.
+        # Concatenate the three arrays before `join_outer`, which then transposes one array instead of three.
         joined = over.sweep.join_outer(jnp.concatenate(jax.tree.leaves(cut), axis=-1), problem.heads)
         softmax = over.or_nan_for_parts(Softmax(joined[..., :1], joined[..., 1:2], joined[..., 2:]))
         assert softmax.mixed is not None
         steepness = over.products.factors_per_token(over.products.steepness, problem.rank)
         total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
         if operands.is_placed or problem.biases:
-            # A row may see no local key, because its keys are on other devices or hidden, or because it is padding.
+            # A row sees no local key if all its keys are hidden (masked out) or on other devices, or if the row is
+            # padding.
             is_empty = softmax.total == 0
             total, lse = jnp.where(is_empty, 1, total), jnp.where(is_empty, -jnp.inf, lse)
         return Differentiable(softmax.mixed / total, lse[..., 0], jnp.concatenate(softmax.rows, axis=-1))
 
     def tangents(self, plan: Plan, operands: Operands, result: Differentiable, tangents: Gradients) -> Output:
-        """Compute tangents of output and logsumexp: the transpose of :meth:`gradients`."""
+        """Compute the tangents of output and logsumexp by transposing :meth:`gradients`."""
         wanted = jax.tree.map(lambda _: True, operands.inputs)
 
         def gradients(*cotangents: jax.Array) -> Gradients:
@@ -102,12 +107,13 @@ class FlexBackend(PureJaxBackend):
     def gradients(
         self, plan: Plan, operands: Operands, result: Differentiable, cotangents: Cotangents, wanted: Any
     ) -> Gradients:
-        """Compute cotangents of the operands from the cotangents of output and logsumexp."""
+        """Compute the gradients of the inputs from the cotangents of output and logsumexp."""
         return _gradients(plan, operands, result, cotangents, wanted, is_transposed=False)
 
     def backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Compute the gradients, given the output of any backend."""
-        # Recompute row statistics: they must match the scores of this backend, which other kernels round differently.
+        """Compute the gradients. Any backend may have computed the saved results."""
+        # Pass no residuals, so that the row statistics are recomputed. They must match the scores of this backend, and
+        # the kernels of another backend would have rounded them differently.
         wanted = jax.tree.map(lambda _: True, operands.inputs)
         return self.gradients(plan, operands, Differentiable(saved.out, saved.logsumexp), cotangents, wanted)
 
@@ -118,24 +124,28 @@ def _gradients(
     """Compute gradients by the rule in the module's docstring.
 
     Args:
-        plan: The plan of either pass.
+        plan: The plan of the forward or of the backward pass.
         operands: The operands.
-        result: Output and logsumexp from any backend; residuals only if this backend computed them.
+        result: Output and logsumexp, which any backend may have computed. The residuals are ``None`` unless this
+            backend computed them.
         cotangents: The cotangents of the output and the logsumexp.
-        wanted: :class:`Inputs` of bools, True for gradients to compute.
-        is_transposed: True if JAX transposes the rule. Cotangents are then not concatenated with other arrays, and
-            derivatives recompute each step instead of storing residuals.
+        wanted: An :class:`Inputs` tuple of bools, True for each input whose gradient is needed.
+        is_transposed: True if JAX will transpose this function. In this case, arrays that are linear in the cotangents
+            are not concatenated with other arrays. Derivatives recompute each inner step instead of storing its
+            residuals.
 
     Returns:
-        The gradients in the inputs' element types; may include gradients that are not wanted.
+        The gradients, in the element types of the inputs. They may include gradients that are not needed.
     """
     cotangents = _without_padding(plan, operands, cotangents)
     operands = _without_padding(plan, operands, operands)
     products = Products(plan, operands.inputs.scale)
-    # Row statistics are constants for derivatives. Adding this zero gives them the derivative of the logsumexp.
+    # The row statistics are constants for derivatives. `change` is zero, and its derivative is that of the logsumexp.
+    # Adding `change` to the row statistics gives them the correct derivative.
     change = result.logsumexp - lax.stop_gradient(result.logsumexp)
     if operands.is_placed or plan.problem.biases:
-        # If a row sees no local key, all its logits are masked, and its weights are 0 whatever number is subtracted.
+        # If a row sees no local key, the difference of its logsumexps (-inf) is NaN. Use 0 instead. Any finite number
+        # would do, because all logits of the row are masked and its weights are 0.
         change = jnp.where(result.logsumexp == -jnp.inf, 0, change)
     out_cotangent = products.cast(cotangents.out)
     delta = jnp.sum(out_cotangent * products.cast(result.out), axis=-1)
@@ -158,17 +168,17 @@ def _gradients(
 
 
 def _without_padding(plan: Plan, operands: Operands, arrays: _Arrays) -> _Arrays:
-    """Set padding to zero, because a weight of 0 times a NaN in the padding would be NaN."""
+    """Set padding to zero. It may contain NaN, and a weight of 0 times NaN would be NaN."""
     return without_padding(operands.layouts, arrays) if plan.problem.own_extents else arrays
 
 
 class _RowTerms(NamedTuple):
-    """Values per row that the computation of gradients reads.
+    """Arrays from which gradients are computed, with an entry per row. A row is a query of one head.
 
     Attributes:
-        rows: Statistics of the softmax.
+        rows: Statistics of the row's softmax.
         change: Zeros whose derivative is the derivative of the logsumexp.
-        delta: ``delta`` of the module's docstring.
+        delta: ``delta`` in the module's docstring.
         out_cotangent: Cotangent of the output.
     """
 
@@ -179,24 +189,29 @@ class _RowTerms(NamedTuple):
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[jax.Array]) -> _RowTerms:
-        """Split one or two concatenated arrays into the terms; a second array is linear in the cotangents."""
+        """Split concatenated terms.
+
+        If there are two arrays, the second contains the terms that are linear in the cotangents: ``delta`` and
+        ``out_cotangent``.
+        """
         first, *linear = arrays
         delta_and_cotangent = linear[0] if linear else first[..., 3:]
         rows = Rows(first[..., :1], first[..., 1:2])
         return cls(rows, first[..., 2:3], delta_and_cotangent[..., :1], delta_and_cotangent[..., 1:])
 
     def changed_rows(self, products: Products, rows: Rows | None = None) -> Rows:
-        """Return row statistics whose derivative is the derivative of the logsumexp; by default of ``self.rows``."""
+        """Return ``rows`` (default: ``self.rows``) with the derivative of the logsumexp as their derivative."""
         rows = self.rows if rows is None else rows
         return products.with_constant_maximum(rows._replace(log_total=rows.log_total + self.change))
 
 
 class _Sums(NamedTuple):
-    """Gradients that a sweep over query tiles accumulates.
+    """Gradients that a sweep accumulates over all query tiles.
 
     Attributes:
-        additional: Gradients of additional keys and values, tiled; ``None`` without additional tokens.
-        tables: Gradients of the relative biases of heads; ``None`` without relative biases.
+        additional: Gradients of the additional keys and of the additional values, in tiles; ``None`` without additional
+            tokens.
+        tables: Gradients of the relative bias tables; ``None`` without a relative bias.
     """
 
     additional: tuple[jax.Array, jax.Array] | None
@@ -204,7 +219,7 @@ class _Sums(NamedTuple):
 
 
 def _zeros_like(arrays: Any, products: Products, operands: Operands) -> Any:
-    """Return zeros in the shapes of arrays and the accumulator's element type, as initial sums."""
+    """Return initial values of sums: zeros with the shapes of ``arrays`` and the accumulator's element type."""
     return varying_like(jax.tree.map(lambda array: jnp.zeros(array.shape, products.dtype), arrays), operands)
 
 
@@ -214,8 +229,8 @@ def _by_query(
     """Compute gradients by a sweep over query tiles.
 
     Returns:
-        Gradients of queries, additional keys and values, scale and relative bias; and the softmax over additional
-        tokens, or ``None`` without additional tokens.
+        The gradients of queries, additional keys, additional values, scale and relative bias; other fields are
+        ``None``. Second, the softmax over only the additional tokens; ``None`` without additional tokens.
     """
     problem, inputs = plan.problem, operands.inputs
     over = QuerySweep(plan, operands, "backward")
@@ -293,7 +308,7 @@ def _by_key(
 
         def visit(inner_step: jax.Array, sums: Sums) -> Sums:
             query = sweep.load(over.queries, positions, inner_step)
-            # Without materialize(), XLA fuses the loads into the exponential and repeats them for each logit.
+            # Without materialize(), XLA would fuse these loads into the exponential, and repeat them for each logit.
             terms = _RowTerms.from_arrays(
                 [materialize(sweep.load(each, positions, inner_step)) for each in rows_and_terms]
             )

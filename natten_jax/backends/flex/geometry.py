@@ -1,12 +1,13 @@
-"""Tiles of token layouts in the ``flex`` backend, and the pairs of tiles that see each other.
+"""Tiles of token layouts in the ``flex`` backend, and loops over the pairs of tiles that contain visible keys.
 
-A *sweep* loops over outer tiles. Each outer tile visits a range of inner tiles: a query tile visits the keys that it
-sees; a key tile visits the queries that see it.
+A *sweep* is a loop over *outer tiles*, which are all query tiles or all key tiles. Each outer tile visits several
+*inner tiles*, which cover its *hull*. The hull of a query tile is the range from the first to the last key that its
+queries see. The hull of a key tile is the range from the first to the last query that sees one of its keys.
 
-A coordinate is split into ``(index, residue)``: quotient and remainder of the local coordinate and the dilation. All
-tokens of a dilation group have the same residue, so that the group is a dense dimension. Windows are evaluated in
-global indices. The global coordinates of the first local tokens (``origins``) are known only at run time, and shift
-index and residue.
+The local coordinate of a token is split into an *index* and a *residue*: the quotient and the remainder of its division
+by the dilation. All tokens of a dilation group have the same residue, and their indices are consecutive. Bounds of
+windows are computed in global indices. The global coordinates of the first local tokens (``origins``) are known only at
+run time. They are added to local coordinates, and so change both index and residue.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ _Outputs = TypeVar("_Outputs")
 
 
 class AxisPosition(NamedTuple):
-    """Positions of outer tiles in one dimension, and of the inner tokens that they visit; NumPy or JAX arrays.
+    """Positions of outer tiles along one dimension, and of the inner tokens that they visit.
+
+    All fields are NumPy arrays or all are JAX arrays.
 
     Attributes:
-        inner_start: ``[..., tiles, 1]``. Local index of the first visited inner token, modulo
-            :attr:`AxisSweep.period` if that is not ``None``.
-        inner_residue: ``[..., tiles, 1]``. Local coordinates of the inner tokens modulo the dilation.
-        seen_start: ``[..., tiles, outer_tile]``. First inner token that sees, or is seen by, an outer token; relative
-            to ``inner_start``.
-        seen_end: ``[..., tiles, outer_tile]``. Exclusive end of the range that ``seen_start`` begins, relative to
-            ``inner_start``.
+        inner_start: ``[..., tiles, 1]``. Local index of the first inner token that the tile visits. If
+            :attr:`AxisSweep.period` is not ``None``, the index is reduced modulo the period.
+        inner_residue: ``[..., tiles, 1]``. Residue of the inner tokens.
+        seen_start: ``[..., tiles, outer_tile]``. Index of the first inner token that is visible to an outer token or
+            sees it, relative to ``inner_start``.
+        seen_end: ``[..., tiles, outer_tile]``. Index after the last such inner token, relative to ``inner_start``.
         inner_distance: ``[..., tiles, 1]``. Global index of the first visited inner token minus the global index of the
             first outer token.
     """
@@ -58,16 +60,17 @@ class AxisPosition(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AxisSweep:
-    """Static facts of one token dimension in a sweep.
+    """Static properties of a sweep along one token dimension.
 
     Attributes:
         axis: The dimension, with its global extents.
         outer_is_query: True if outer tiles are query tiles.
-        extents: Local query and key/value tokens.
+        extents: Number of local queries, and number of local keys.
         outer_tile: Tokens per outer tile.
         inner_tile: Tokens per inner tile.
         inner_steps: Number of inner tiles that an outer tile visits.
-        assumes_whole: True if ``inner_steps`` is valid only for arrays that start at the layout's first token.
+        assumes_whole: True if ``inner_steps`` is sufficient only for arrays that start at the first token of the
+            layout.
     """
 
     axis: Axis
@@ -85,12 +88,12 @@ class AxisSweep:
 
     @property
     def outer_length(self) -> int:
-        """Number of local outer indices: outer tokens of the longest dilation group."""
+        """Number of local outer indices, which is the number of outer tokens in the longest dilation group."""
         return -(-self.extents[not self.outer_is_query] // self.dilation)
 
     @property
     def inner_length(self) -> int:
-        """Number of local inner indices, including padding up to the last visited index."""
+        """Number of local inner indices, including the padding that outer tiles visit."""
         if self.period is not None:
             return self.period
         length = -(-self.extents[self.outer_is_query] // self.dilation)
@@ -98,10 +101,11 @@ class AxisSweep:
 
     @property
     def period(self) -> int | None:
-        """Number of indices after which inner tokens repeat; ``None`` if visits do not wrap around.
+        """Number of inner indices of the dimension, if visits wrap around its ends; otherwise ``None``.
 
-        Visits wrap around only if the local queries or keys are the whole dimension. Otherwise the keys of a shard
-        include halos, which may extend beyond the first and last token of the layout.
+        Visits wrap around only if the local queries or the local keys are the whole dimension. Otherwise the local keys
+        are a shard with halos. The halos contain wrapped keys, at positions beyond the first and last token of the
+        layout.
         """
         is_around = self.axis.edges == "wrap" and self.axis.kv_extent in self.extents
         return self.axis.kv_extent // self.dilation if is_around else None
@@ -113,17 +117,19 @@ class AxisSweep:
     def position(
         self, tile: Any, residue: Any, origins: jax.Array | None, xp: ModuleType, layout: jax.Array | None = None
     ) -> AxisPosition:
-        """Return the positions of outer tiles, given their numbers within a dilation group.
+        """Return the positions of outer tiles, given the number of each tile within its dilation group.
 
-        A query sees a contiguous range of keys, and a contiguous range of queries sees a key. A mask therefore needs
-        only the bounds of these ranges.
+        The keys that a query sees have consecutive indices, and so do the queries that see a key. Masks are therefore
+        computed from the bounds of these ranges.
 
         Args:
             tile: ``[tiles]``. Tile numbers.
-            residue: ``[tiles]``. Local coordinates modulo the dilation.
-            origins: ``[2]``. Global coordinates of the first local query and key/value; ``None`` if both are 0.
+            residue: ``[tiles]``. Residue of the tile's outer tokens.
+            origins: ``[2]``. Global coordinates of the first local query and of the first local key; ``None`` if both
+                are 0.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
-            layout: ``[2]``. Numbers of queries and keys, instead of the axis's extents; further tokens are padding.
+            layout: ``[2]``. Extents of the query layout and the key layout, which replace the extents of ``axis``.
+                Tokens beyond them are padding.
         """
         d = self.dilation
         axis = self.axis if layout is None else self.axis.within(layout[0], layout[1], xp=xp)
@@ -137,17 +143,19 @@ class AxisSweep:
         index = tile * self.outer_tile + xp.arange(self.outer_tile, dtype=xp.int32)[None] + coordinate // d
         start, end = axis.bounds(index, lengths, of_query=self.outer_is_query, xp=xp)
         if layout is not None or (not self.outer_is_query and axis.edges != "wrap"):
-            # Padding, and halos beyond the layout's edges, are not part of the layout: these tokens see no token.
+            # Outer tokens that are padding, or in halos beyond the layout's edges, get an empty range: they are not
+            # tokens of the layout.
             end = xp.where((index >= 0) & (index < lengths[not self.outer_is_query]), end, start)
         elif not self.outer_is_query:
-            # In a dimension that wraps, padding would otherwise wrap around and count as the first keys again.
+            # Keys after the last local one are padding, and get an empty range. In a dimension that wraps, they would
+            # otherwise be treated as the first keys.
             local = group_length(self.extents[1], d, residue[:, None])
             end = xp.where(index - coordinate // d < local, end, start)
         if self.period is not None:
             first = start[:, :1]
             inner_start = (first - inner_shift) % self.period
             return AxisPosition(inner_start, inner_residue, start - first, end - first, first - index[:, :1])
-        # Part of a window may be on another device, or in an array's padding: clip the window to the local tokens.
+        # A part of a range may be on another device or in an array's padding: clip the range to the local tokens.
         local = group_length(self.extents[self.outer_is_query], d, inner_residue)
         start, end = (xp.minimum(xp.maximum(bound - inner_shift, 0), local) for bound in (start, end))
         inner_start = xp.minimum(start[:, :1], self.inner_length - self.inner_tile * self.inner_steps)
@@ -155,12 +163,12 @@ class AxisSweep:
         return AxisPosition(inner_start, inner_residue, start - inner_start, end - inner_start, distance)
 
     def hull_mask(self, position: AxisPosition) -> jax.Array:
-        """Return the mask of all visited inner tokens, ``[tiles, queries, keys]``; True if a query sees a key."""
+        """Return a mask ``[tiles, queries, keys]`` of each outer tile's whole hull: True if a query sees a key."""
         inner = jnp.arange(self.inner_tile * self.inner_steps, dtype=jnp.int32).reshape(1, 1, -1)
         start, end = position.seen_start[..., None], position.seen_end[..., None]
         is_seen: jax.Array = (inner >= start) & (inner < end)
         if self.period is not None and self.extents[self.outer_is_query] < self.axis.kv_extent:
-            # The period covers all shards of the dimension, but only the tokens of the local shard exist.
+            # Visited indices cover the whole period, but the array contains only the inner tokens of the local shard.
             local = group_length(self.extents[self.outer_is_query], self.dilation, position.inner_residue)
             is_seen &= (position.inner_start[..., None] + inner) % self.period < local[..., None]
         return is_seen if self.outer_is_query else is_seen.swapaxes(1, 2)
@@ -168,17 +176,16 @@ class AxisSweep:
 
 @functools.lru_cache(maxsize=1024)
 def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) -> int:
-    """Return the size of the largest hull over all tiles and dilation groups of a dimension.
+    """Return the number of tokens in the largest hull of all tiles of a dimension, in all dilation groups.
 
-    The hull of a query tile is the range from the first to the last key that it sees; the hull of a key tile is the
-    range from the first to the last query that sees it. The cost of this function depends on the tile, not on the
-    number of tokens.
+    The module's docstring defines the hull of a tile. The run time of this function depends on the extent of the tiles,
+    but not on the number of tokens.
 
     Args:
         axis: The dimension.
         tile: Extent of the tiles.
         outer_is_query: True for query tiles, False for key tiles.
-        is_aligned: True if tiles start only at multiples of their extent.
+        is_aligned: True if tiles start only at multiples of their extent. False if they may start at any token.
     """
     largest = 1
     window = axis.window
@@ -196,11 +203,12 @@ def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) 
 
 
 def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> int:
-    """Return an upper bound of :func:`largest_hull` for tiles at any position in a layout of any extent.
+    """Return an upper bound of :func:`largest_hull` for layouts of any extent, with tiles that start at any token.
 
-    Windows are assumed to fit into the layout. The distance between the starts of two windows is at most the distance
-    between their queries, rounded up to a multiple of the stride. Windows that an edge shifts start closer together, so
-    that more queries see a key: in a layout that is shorter than two windows, all queries may see a key.
+    The layout is assumed to be at least as long as a window. The distance between the first keys of two windows is at
+    most the distance between their queries, rounded up to a multiple of the stride. If an edge shifts windows, their
+    first keys are closer together, and more queries see the same key. In a layout that is shorter than two windows, all
+    queries may see the same key.
     """
     if outer_is_query:
         return axis.kernel_size + -(-(tile - 1) // axis.stride) * axis.stride
@@ -210,20 +218,21 @@ def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> i
 
 
 def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step: int) -> Any:
-    """Return the first tokens of candidate tiles, which include a tile with the largest hull.
+    """Return the index of the first token of each candidate tile. One of the candidates has the largest hull.
 
-    As a function of the tile's position, both ends of a hull move in steps of ``stride``, and are clamped at the
-    layout's edges. Between positions at which clamping starts or stops, hull sizes either repeat with the period
-    ``lcm(stride, step)``, or one end of the hull is constant and sizes only grow or only shrink. It is therefore enough
-    to search one period before and after each such position. Within a period, the candidates are the last tile before
-    and the first tile after each position at which an end of the hull moves.
+    If a tile moves along the dimension, each end of its hull moves in steps of ``stride``, and is clamped at the edges
+    of the layout. Call a position of the tile a *clamp* if clamping of an end starts or stops there. Between two
+    clamps, hull sizes have one of two forms. Either they repeat with the period ``lcm(stride, step)``, or one end of
+    the hull is constant and sizes only grow or only shrink. It is therefore sufficient to search one period before and
+    one period after each clamp. Within a period, consider the positions at which an end of the hull moves. The
+    candidates are the last tile before and the first tile after each of these positions.
     """
     left = kernel_size // 2
     middles = 0, left, kernel_size, length - kernel_size, length - kernel_size + left, length - left, length
     clamps = [place - offset for place in middles for offset in (0, tile - 1)]
     reach = 2 * (step // math.gcd(stride, step)) + 4
     blocks = np.unique(np.concatenate([clamp // stride + np.arange(-reach, reach + 1) for clamp in clamps]))
-    # An end of a hull moves when the first or last token of the tile, plus a shift, passes a multiple of the stride.
+    # An end of a hull moves if the first or last index of the tile, minus a shift, passes a multiple of the stride.
     right = kernel_size - 1 - left
     shifts = 0, right - (stride - stride // 2 - 1), -(left + stride - stride // 2), -kernel_size
     steps = [blocks * stride + shift - offset for shift in shifts for offset in (0, tile - 1)]
@@ -233,19 +242,21 @@ def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step:
     return first[(first >= 0) & (first < length)]
 
 
-#: Layout of a call's arrays: queries, keys, values, and values per query or key.
+#: An array in the layout of the call: queries, keys, values, or numbers per query or per key.
 Tokens = Annotated[jax.Array, "batch *layout heads width"]
-#: Outer tiles, grouped by the step of a sweep that processes them.
+#: An array that is cut into outer tiles. The first dimension is the step of the sweep that processes the tiles.
 Cut = Annotated[jax.Array, "steps tiles batch heads_kv rows width"]
-#: Inner tokens, with each dimension split into index and residue, so that a tile at any position is a slice.
+#: An array of inner tokens. Each token dimension is split into index and residue, so that an inner tile is a slice of
+#: the array, unless it wraps around.
 Split = Annotated[jax.Array, "batch heads *coordinates width"]
 
 RowTiles = Annotated[jax.Array, "tiles batch heads_kv rows width"]
 TokenTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width"]
 ValueTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width_v"]
-#: A number per pair of tokens: scores, logits, weights and their gradients.
+#: A number per pair of tokens: scores, logits, weights, or gradients of these.
 PairTiles = Annotated[jax.Array, "tiles batch heads_kv rows tokens"]
-#: True for the tokens that a row sees. The extent of tiles or rows is 1 if the mask is equal for all of them.
+#: True for the tokens that a row sees. The first dimension has extent 1 if the mask is equal for all tiles. The fourth
+#: dimension has extent 1 if the mask is equal for all rows.
 MaskTiles = Annotated[jax.Array, "_ 1 1 _ tokens"]
 #: A number per row of a tile or of a whole array.
 PerRow = Annotated[jax.Array, "... 1"]
@@ -253,18 +264,19 @@ PerRow = Annotated[jax.Array, "... 1"]
 Scalar = Annotated[jax.Array, ""]
 
 
-#: Maximum elements of a sweep's table that is a constant of the program; larger tables are computed at run time.
+#: Maximum number of elements of a table that is stored in the program as a constant. Larger tables are computed at run
+#: time.
 _MOST_CONSTANTS = 1 << 14
 
 
 class TilePositions(NamedTuple):
-    """Positions of the outer tiles of one step, and masks of the inner tokens that they visit.
+    """Positions of the outer tiles in one step of a sweep, and masks of the inner tokens that they visit.
 
     Attributes:
-        corners: Per dimension, index and residue of the first inner token that each tile visits.
-        masks: Per dimension, mask of all visited inner tokens (:meth:`AxisSweep.hull_mask`). It is computed once per
-            step, because XLA would repeat the computation for every logit of a fusion.
-        distances: Per dimension, :attr:`AxisPosition.inner_distance`.
+        corners: Index and residue, per dimension, of the first inner token that each tile visits.
+        masks: A mask per dimension, which covers all visited inner tokens (:meth:`AxisSweep.hull_mask`). The masks are
+            computed once per step. Otherwise, XLA would fuse their computation and repeat it for every logit.
+        distances: :attr:`AxisPosition.inner_distance` of each tile, per dimension.
     """
 
     corners: Annotated[jax.Array, "tiles corner"]
@@ -274,11 +286,11 @@ class TilePositions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A loop over all outer tiles, with its static facts and with methods that cut, load and mask tiles.
+    """The static description of a loop over all outer tiles. Its methods cut, load and mask tiles.
 
     Attributes:
         axes: The token dimensions.
-        tiles_per_step: Number of outer tiles that one step of the scan processes together.
+        tiles_per_step: Number of outer tiles that one step of the ``lax.scan`` processes together.
         heads_kv: Key/value heads.
         repeats: Query heads per key/value head.
     """
@@ -290,7 +302,7 @@ class Sweep:
 
     @property
     def steps(self) -> int:
-        """Number of steps of the scan over outer tiles."""
+        """Number of steps of the ``lax.scan`` over all outer tiles."""
         return -(-math.prod(a.outer_tiles * a.dilation for a in self.axes) // self.tiles_per_step)
 
     @property
@@ -304,12 +316,12 @@ class Sweep:
 
     @property
     def pair_extents(self) -> list[tuple[int, int]]:
-        """Number of queries and of keys in a pair of tiles, per dimension."""
+        """Number of queries and number of keys in a pair of outer and inner tile, per dimension."""
         return [(a.outer_tile, a.inner_tile) if a.outer_is_query else (a.inner_tile, a.outer_tile) for a in self.axes]
 
     @property
     def pair_tokens(self) -> tuple[int, int]:
-        """Total number of queries and of keys in a pair of tiles."""
+        """Total number of queries and total number of keys in a pair of outer and inner tile."""
         pair = self.outer_tokens, self.inner_tokens
         return pair if self.outer_is_query else pair[::-1]
 
@@ -324,11 +336,13 @@ class Sweep:
     def positions(
         self, origins: Annotated[jax.Array, "2 rank"] | None, layout: Annotated[jax.Array, "2 rank"] | None = None
     ) -> Annotated[jax.Array, "steps tiles _"]:
-        """Return the packed int32 positions of the outer tiles of all steps; :meth:`at` unpacks a step.
+        """Return the int32 positions of all outer tiles, packed into one row per tile. :meth:`at` unpacks them.
 
         Args:
-            origins: Coordinates of the first local query and key in the layout; ``None`` for the whole layout.
-            layout: Numbers of queries and keys, instead of the problem's extents; only with origins.
+            origins: Global coordinates of the first local query and of the first local key; ``None`` if the arrays are
+                whole.
+            layout: Extents of the query layout and the key layout, which replace the problem's extents. Requires
+                ``origins``.
         """
         count = self.steps * self.tiles_per_step
         width = sum(3 + 2 * axis.outer_tile for axis in self.axes)
@@ -338,7 +352,8 @@ class Sweep:
         found: list[AxisPosition] = []
         for i, axis in reversed(list(enumerate(self.axes))):
             tile, residue = tile // axis.dilation, tile % axis.dilation
-            # Surplus tiles of the last step are past the end of the first dimension, and contain only padding.
+            # The last step may have surplus tiles. They are past the end of the first dimension, and contain only
+            # padding.
             tile, number = (tile // axis.outer_tiles, tile % axis.outer_tiles) if i else (tile, tile)
             own_origins, own_layout = (None if each is None else each[:, i] for each in (origins, layout))
             found.insert(0, axis.position(number, residue, own_origins, xp, own_layout))
@@ -350,7 +365,7 @@ class Sweep:
         return jnp.asarray(packed) if is_constant else materialize(packed)
 
     def at(self, packed: Annotated[jax.Array, "tiles _"]) -> TilePositions:
-        """Unpack the positions of a step's outer tiles from the step's row of :meth:`positions`."""
+        """Unpack the positions of the outer tiles of one step, which :meth:`positions` packed."""
         rank = len(self.axes)
         masks, begin = [], 2 * rank
         distances = packed[:, -rank:]
@@ -363,14 +378,14 @@ class Sweep:
         return TilePositions(packed[:, : 2 * rank], tuple(masks), distances)
 
     def key_distances(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles rank"]:
-        """Return the distance in indices from the first query to the first key, per pair of tiles and dimension."""
+        """Return, per pair of tiles and dimension, the distance in indices from the first query to the first key."""
         distances = positions.distances
         if self.inner_steps > 1:
             distances = distances + self._first_inner(inner_step)[:, ::2]
         return distances if self.outer_is_query else -distances
 
     def mask(self, positions: TilePositions, inner_step: Scalar) -> Annotated[jax.Array, "tiles 1 1 rows tokens"]:
-        """Return the mask of the keys that each row sees; it is equal for all batch entries and key/value heads."""
+        """Return the mask of the keys that each row sees. Batch entries and key/value heads share the mask."""
         rank = len(self.axes)
         parts = []
         for i, part in enumerate(self._visited_masks(positions, inner_step)):
@@ -384,12 +399,12 @@ class Sweep:
         return visible.reshape(visible.shape[0], 1, 1, self.repeats * queries, keys)
 
     def is_seen(self, positions: TilePositions, inner_step: Scalar) -> Scalar:
-        """Return True if any query sees any key in the tiles of a step and an inner step."""
+        """Return True if an inner step is needed: in at least one pair of tiles, a query sees a key."""
         parts = [jnp.any(part, axis=(1, 2)) for part in self._visited_masks(positions, inner_step)]
         return jnp.any(functools.reduce(operator.and_, parts))
 
     def _visited_masks(self, positions: TilePositions, inner_step: Scalar) -> list[jax.Array]:
-        """Return the masks of an inner step's tiles, ``[tiles, queries, keys]`` per dimension."""
+        """Return the masks of one inner step's inner tiles: an array ``[tiles, queries, keys]`` per dimension."""
         parts = list(positions.masks)
         if self.inner_steps == 1:
             return parts
@@ -402,7 +417,7 @@ class Sweep:
         return parts
 
     def cut_outer(self, array: Tokens) -> Cut:
-        """Cut an array into the outer tiles of each step."""
+        """Cut an array into outer tiles, grouped by the step that processes them."""
         array = self._split(array, [a.outer_tiles * a.outer_tile for a in self.axes])
         batch, heads, *_, width = array.shape
         rank = len(self.axes)
@@ -431,11 +446,14 @@ class Sweep:
         return array[(slice(None), *(slice(a.extents[not a.outer_is_query]) for a in self.axes))]
 
     def split_inner(self, array: Tokens) -> Split:
-        """Reshape an array so that :meth:`load` can cut tiles at any position."""
+        """Pad and reshape an array of inner tokens, so that :meth:`load` can read tiles at any position."""
         return self._split(array, [a.inner_length for a in self.axes])
 
     def load(self, array: Split, positions: TilePositions, inner_step: Scalar) -> RowTiles:
-        """Load inner tiles from the result of :meth:`split_inner`; rows of queries are grouped by key/value head."""
+        """Load the inner tiles of an inner step from a result of :meth:`split_inner`.
+
+        The rows of all query heads that share a key/value head are in one dimension.
+        """
         batch, heads, *_, width = array.shape
         view, starts, extents, dimensions = self._inner_tiles(array, positions, inner_step)
         numbers, sizes = lax.GatherDimensionNumbers(*dimensions), (batch, heads, *extents, width)
@@ -450,7 +468,11 @@ class Sweep:
         inner_step: Scalar,
         update: RowTiles,
     ) -> Split:
-        """Scatter tiles, in the format of :meth:`load`, into an array by ``lax.scatter_add`` or ``lax.scatter_max``."""
+        """Combine tiles with an array, at the positions from which :meth:`load` reads them.
+
+        The array has the format of :meth:`split_inner`, and the tiles have the format of :meth:`load`. ``scatter`` is
+        ``lax.scatter_add`` or ``lax.scatter_max``.
+        """
         batch, heads, *_, width = array.shape
         view, starts, extents, dimensions = self._inner_tiles(array, positions, inner_step)
         tokens = [self.inner_tokens] if self._goes_around else extents[::2]
@@ -460,15 +482,18 @@ class Sweep:
 
     @property
     def _goes_around(self) -> bool:
-        """True if inner tiles may wrap around the end of a dimension, so that a tile is not a slice of the array."""
+        """True if inner tiles may wrap around the end of a dimension. Such a tile is not a slice of the array."""
         return any(axis.period is not None for axis in self.axes)
 
     def _inner_tiles(self, array: Split, positions: TilePositions, inner_step: Scalar) -> tuple[Any, ...]:
-        """Return arguments with which ``lax.gather`` and ``lax.scatter`` address inner tiles: as slices, or per token.
+        """Return the arguments with which ``lax.gather`` and ``lax.scatter`` address the inner tiles of an inner step.
+
+        An inner tile is addressed as one slice. If inner tiles may wrap around, each token is a separate slice.
 
         Returns:
-            The array, possibly reshaped; the starts of slices; the extents of slices in the dimensions between heads
-            and width; and the three lists of dimensions for ``lax.GatherDimensionNumbers``.
+            Four values: the array (with merged token dimensions if inner tiles may wrap around), the starts of the
+            slices, the extents of the slices in the dimensions between heads and width, and the first three arguments
+            of ``lax.GatherDimensionNumbers``.
         """
         rank = len(self.axes)
         corners = positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
@@ -487,12 +512,13 @@ class Sweep:
         return tokens, places[..., None], [1], ((1, 2, 4), (2,), (2,))
 
     def _first_inner(self, inner_step: Scalar) -> Annotated[jax.Array, "1 corner"]:
-        """Return the offset of the inner tiles of an inner step, relative to the first visited token.
+        """Return the offset of an inner step's tiles from the first inner token that the outer tiles visit.
 
-        Per dimension, the offset is an index and a residue, which is 0.
+        The offset consists of an index and a residue per dimension; the residue is 0.
         """
         steps = [axis.inner_steps for axis in self.axes]
-        # Use a table: XLA compiles a signed integer division to ten operations, and repeats them for each use.
+        # Look the offset up in a table instead of computing it from `inner_step`. XLA would compile a signed integer
+        # division to ten operations, and repeat them for each use.
         is_constant = self.inner_steps <= _MOST_CONSTANTS
         xp: ModuleType = np if is_constant else jnp
         numbers = np.arange(self.inner_steps) if is_constant else inner_step[None]
@@ -505,7 +531,7 @@ class Sweep:
         return lax.dynamic_slice_in_dim(jnp.asarray(table, jnp.int32), inner_step, 1, allow_negative_indices=False)
 
     def _split(self, array: Tokens, lengths: Sequence[int]) -> Split:
-        """Split each token dimension into index and residue, padded with zeros to the given numbers of indices."""
+        """Split each token dimension into index and residue, and pad the index dimensions with zeros to ``lengths``."""
         layout = array.shape[1:-2]
         padding = [(0, n * a.dilation - x) for n, a, x in zip(lengths, self.axes, layout, strict=True)]
         array = jnp.pad(jnp.moveaxis(array, -2, 1), [(0, 0), (0, 0), *padding, (0, 0)])
@@ -513,17 +539,18 @@ class Sweep:
         return array.reshape(*array.shape[:2], *shape, array.shape[-1])
 
 
-#: Maximum logits per step of a sweep: enough to occupy an accelerator, or few enough to fit into a CPU's caches.
+#: Maximum number of logits that one step of a sweep computes. For accelerators, the number is large enough to occupy
+#: the device. For CPUs, it is small enough that the logits fit into the caches.
 _LOGITS_PER_STEP = {"accelerator": 2**22, "cpu": 2**20}
 
 
 def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: bool) -> Sweep:
-    """Plan a sweep over all query tiles, or over all key/value tiles.
+    """Return a sweep over all query tiles, or over all key/value tiles.
 
     Args:
         plan: Plan of the call.
-        operands: Operands of the call, with local token extents.
-        pass_: The pass whose tiles are used as upper limits.
+        operands: Operands of the call. They determine the local extents.
+        pass_: The pass whose tiles in the plan are the maximum sizes of the sweep's tiles.
         outer_is_query: True if outer tiles are query tiles.
     """
     problem, pair = plan.problem, plan.performance.tiles(pass_)
@@ -540,11 +567,12 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
             hulls = [largest_hull(axis, outer_tile, outer_is_query, is_aligned) for is_aligned in (False, True)]
         if axis.edges != "wrap":
             hulls = [min(inner_length, hull) for hull in hulls]
-        # An array with the extents of the whole layout starts at the layout's first token, so its tiles are aligned.
+        # Arrays with the extents of the whole layout are assumed to start at its first token. Outer tiles then start
+        # only at multiples of their extent, and the largest hull may be smaller.
         is_whole = extents == (axis.query_extent, axis.kv_extent) and hulls[True] < hulls[False]
         hull = hulls[is_whole]
         steps = -(-hull // inner_tile)
-        # Equal tiles that just cover the hull waste less work than tiles of the maximum size.
+        # Inner tiles of equal size that just cover the hull waste less work than tiles of the maximum size.
         axes.append(AxisSweep(axis, outer_is_query, extents, outer_tile, -(-hull // steps), steps, is_whole))
     logits = problem.batch * problem.heads * math.prod(a.outer_tile * a.inner_tile for a in axes)
     tiles = math.prod(a.outer_tiles * a.dilation for a in axes)
@@ -558,7 +586,7 @@ def materialize(arrays: _State) -> _State:
     return lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
 
 
-# The functions below replace a loop of one iteration by its body, which XLA compiles in half the time.
+# If a loop has one iteration, the functions below run its body without the loop. XLA compiles this in half the time.
 
 
 def repeated(
@@ -569,9 +597,10 @@ def repeated(
     *,
     recomputes: bool = False,
 ) -> _State:
-    """Call ``visit`` with the number of each round, in order; with ``is_needed``, only if that returns True.
+    """Update ``state`` in a loop: in each round, ``visit`` maps the round's number and the state to the next state.
 
-    With ``recomputes``, derivatives recompute each round instead of storing residuals.
+    Rounds for which ``is_needed`` returns False are skipped. If ``recomputes`` is set, derivatives recompute each round
+    instead of storing its residuals.
     """
     visit = jax.checkpoint(visit) if recomputes else visit
 
@@ -588,7 +617,7 @@ def repeated(
 def swept(
     step: Callable[[_State, _Inputs], tuple[_State, _Outputs]], carry: _State, inputs: _Inputs
 ) -> tuple[_State, _Outputs]:
-    """Run ``lax.scan`` over the first dimension of all ``inputs``; derivatives recompute each step."""
+    """Run ``lax.scan`` over the first dimension of ``inputs``; derivatives recompute each step."""
     step = jax.checkpoint(step)
     if len(jax.tree.leaves(inputs)[0]) > 1:
         return lax.scan(step, carry, inputs)
