@@ -12,13 +12,13 @@
 //                         Tiles are ordered by number, except the last ones, which are ordered by length, longest
 //                         first. If tiles add to the query gradient in a fixed order (take turns), they are ordered by
 //                         TurnOrder in each dimension.
-//   backward, elsewhere   A CTA processes one tile or several tiles one after the other. Tiles are ordered by
-//                         `longest_first` in each dimension.
+//   backward, elsewhere   A CTA processes one tile, or several in sequence. Tiles are ordered by `longest_first` in
+//                         each dimension.
 //
 // While a CTA processes a tile, it iterates over inner tiles. In the forward pass, these are the key/value tiles that
 // the query tile attends to (sees). In the backward pass, they are the query tiles that attend to the key/value tile.
-// The inner tiles cover a box of tokens. They are read from the first token of the box on, last dimension fastest
-// (tile_walk.cuh). docs/kernels.md lists the gains of these orders.
+// The inner tiles cover a box of tokens. The first one begins at the first token of the box, and the last dimension
+// varies fastest (tile_walk.cuh). docs/kernels.md lists the gains of these orders.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -94,10 +94,11 @@ __device__ __forceinline__ int count_one_more(std::int32_t* counter) {
 }
 #endif
 
-/// Supplies persistent CTAs with tile numbers, one per round. If a CTA gets a number of `tiles` or more, no tiles are
-/// left for it.
+/// Supplies persistent CTAs with tile numbers, one per round. A number of at least `tiles` means that no tile is left.
 struct TileSupply {
-  std::int32_t* next_tile;  // counts the tiles that CTAs have taken after their first ones; null: fixed order
+  // Number of tiles that CTAs have taken so far, without the first tile of each CTA. Null: tiles are assigned in a
+  // fixed order.
+  std::int32_t* next_tile;
   int tiles;
 
 #if defined(__CUDACC__)
@@ -117,8 +118,8 @@ struct TileSupply {
 /// largest number first.
 ///
 /// At an end of the layout, windows are shifted inwards and keep their size. So keys whose distance from the end is
-/// between half a window and a window have the most queries, and keys nearer to the end have the fewest. In a causal
-/// dimension, the keys of the last window have the fewest queries.
+/// between half a window and a window are attended to by the most queries, and keys nearer to the end by the fewest. In
+/// a causal dimension, the keys of the last window are attended to by the fewest queries.
 CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
   if (axis.is_causal()) return i;
   const bool at_end = i % 2 != 0;  // for odd `i`, tiles are counted from the last one
@@ -160,12 +161,12 @@ inline constexpr int kMostSortedTiles = 1024;
 struct KeyTileSchedule {
   std::int32_t* next_tile;  // counter of the positions that `take` has returned
   // [batch, heads, dilation groups, query tiles]: number of key/value tiles that have added to the query tile's dQ.
-  // Null if they do not take turns and add in any order.
+  // Null if key/value tiles do not take turns.
   std::int32_t* turns;
   TurnOrder turn_order[3];
   int first_taken;       // first position that `take` returns, if `turns` is not null
   int additional_tiles;  // tiles of additional tokens in the problem
-  int tiles;             // all tiles of the problem, with those of additional tokens
+  int tiles;             // all tiles of the problem, including tiles of additional tokens
   int groups;            // dilation groups
   int q_tiles;           // query tiles per dilation group
   int first_sorted;      // tiles at this position and later positions are ordered by length
@@ -178,7 +179,8 @@ struct KeyTileSchedule {
     return position < first_sorted ? position : first_sorted + by_length[position - first_sorted];
   }
 
-  /// Batch entry and head of a tile of additional tokens. index[2] is the tile's index among those of the head.
+  /// Batch entry and head of a tile of additional tokens. index[2] of the result is the tile's index among the head's
+  /// tiles of additional tokens.
   CUTLASS_HOST_DEVICE TilePlace additional_place(int tile) const {
     TilePlace result{};
     int outer;
@@ -193,14 +195,14 @@ struct KeyTileSchedule {
   }
 
   /// Index of the `index`th tile of a dimension. `distance` is the index of the first key minus the index of the first
-  /// query. If the keys are a causal dimension's halo, they lie before all queries. The keys nearest to the queries
-  /// then have the most queries, so the order is reversed.
+  /// query. If the keys are a halo of a causal dimension, they lie before all queries. The last keys are then attended
+  /// to by the most queries, so the order is reversed.
   CUTLASS_HOST_DEVICE int tile_of(const DeviceAxis& axis, int dimension, int index, int distance) const {
     if (turns != nullptr) return turn_order[dimension].tile(axis, index);
     return axis.is_causal() && distance <= -axis.kv_group_tokens ? axis.kv_tiles - 1 - index : index;
   }
 
-  /// `turns` of the query tiles of a dilation group. `row` is an index of [batch, heads], flattened.
+  /// Part of `turns` for the query tiles of a dilation group. `row` is an index into the flattened [batch, heads].
   CUTLASS_HOST_DEVICE std::int32_t* turns_of(int row, int group) const {
     return turns + (static_cast<std::int64_t>(row) * groups + group) * q_tiles;
   }

@@ -1,8 +1,8 @@
 // Backward neighborhood attention for any GPU since Ampere.
 //
-// A CTA processes one key/value tile, or several one after the other if there are fewer CTAs than tiles. For every
-// query head that shares the tile's key/value head, it iterates over the query tiles with queries that attend to (see)
-// any of its keys. A step processes `kQueries` queries of a query tile:
+// A CTA processes one key/value tile, or several in sequence if there are fewer CTAs than tiles. For every query head
+// that shares the tile's key/value head, the CTA iterates over the query tiles that attend to (see) any key of the
+// tile. A step processes `kQueries` queries of a query tile:
 //
 //   S^T = K Q^T, dP^T = V dO^T    P = exp(scale * S - logsumexp)    dS = P * (dP - delta)
 //   dV += P^T dO, dK += dS^T Q    accumulated in registers          dQ += dS K    accumulated in global memory

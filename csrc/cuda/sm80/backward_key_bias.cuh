@@ -19,10 +19,10 @@ struct BackwardKeyBiased : Traits {
   };
 };
 
-/// A thread's partial gradients of key biases. It sums its elements of dS for each key (row of dS).
+/// A thread's partial gradients of key biases: the sum of its elements of dS per key (row of dS).
 template <class Traits>
 struct BiasSums {
-  static constexpr int kRows = Traits::kLogitRows / 8;  // rows of a thread: every eighth row of its warp
+  static constexpr int kRows = Traits::kLogitRows / 8;  // number of rows of a thread, which are eight apart
 
   float of_row[kRows] = {};
 
@@ -89,7 +89,7 @@ CUTE_DEVICE void load_biases(const BackwardParams& p, typename Traits::SharedSto
 }
 
 /// Sets the logsumexp of queries that attend to no key from -infinity to infinity, so that their weights are zero. Each
-/// thread changes the logsumexp that it copied itself, so no barrier is needed before.
+/// thread changes the logsumexp that it copied itself, so no barrier is needed between the copy and this call.
 template <class Traits>
 CUTE_DEVICE void hide_unseeing(typename Traits::SharedStorage& shared, int stage) {
   if (threadIdx.x >= Traits::kQueries) return;

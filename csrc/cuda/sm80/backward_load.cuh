@@ -1,4 +1,4 @@
-// Planning and loading in the backward kernel: of a key/value tile, and of the queries of a step.
+// Functions of the backward kernel that plan and load a key/value tile, and load the queries of a step.
 #pragma once
 
 #include "cuda/common/axis_plan.cuh"
@@ -6,8 +6,8 @@
 
 namespace natten_jax::sm80 {
 
-/// Computes the queries that attend to a tile's keys: a box for all keys, and a window per key. Returns false if the
-/// tile has no keys in the batch entry. All threads of the CTA must call it.
+/// Computes the queries that attend to a tile's keys: their bounding box, and the window of queries for each key.
+/// Returns false if the tile has no keys in the batch entry. All threads of the CTA must call it.
 template <class Traits, bool kIsPlain>
 CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int group,
                            typename Traits::SharedStorage& shared) {

@@ -37,7 +37,7 @@ struct LogitTile {
   CUTE_DEVICE void compute(const QueryStep& step, const KeyHead& own, int stage, BiasSumsOf<Traits>& bias_sums) const {
     Accumulator s = {}, d_weight = {};
     if constexpr (Traits::kHasKeyBias) start_at_biases(s);
-    // Called before the products: after them, its warp vote would wait for loads from shared memory.
+    // Called before the products, because the warp vote after them would wait for its loads from shared memory.
     const bool any_large = has_large(stage);
     multiply(s, shared.k, shared.q[stage]);
     // A branch, so that steps without large logsumexps do not wait for loads of remainders.
@@ -86,7 +86,7 @@ struct LogitTile {
     const QueryWalk& at = step.walk;
     const float exponent_scale = own.scale(p).logits * kLog2E;
     // Not unrolled, because unrolled code would take registers from the rest of the kernel. A variable cannot index
-    // registers, so every iteration processes the first columns and then rotates all columns by one position.
+    // registers, so every iteration processes the first block of eight columns and then rotates all blocks by one.
 #pragma unroll 1
     for (int n = 0; n < kColumns / 8; ++n) {
       float exponents[kRows / 16][4];

@@ -11,7 +11,7 @@ namespace natten_jax::sm80 {
 
 constexpr int kMostQueries = 128;  // maximum tokens of a query tile
 
-/// Number of warps that divide the rows of a product's result, and number of warps that divide its columns.
+/// Grid of the warps that divide the result of a product: kRowWarps along the rows, kColumnWarps along the columns.
 template <int kRowWarps_, int kColumnWarps_>
 struct WarpGrid {
   static constexpr int kRowWarps = kRowWarps_, kColumnWarps = kColumnWarps_;
@@ -28,7 +28,7 @@ struct BackwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kKeys = kKeys_;
   static constexpr int kQueries = kQueries_;
-  static constexpr int kStages = kStages_;    // steps whose queries fit into shared memory at a time
+  static constexpr int kStages = kStages_;    // number of steps whose queries fit into shared memory at a time
   static constexpr bool kHasKeyBias = false;  // true in BackwardKeyBiased
   static constexpr int kWarps = KeyWarps::kRowWarps * KeyWarps::kColumnWarps;
   static constexpr int kLogitWarps = LogitWarps::kRowWarps * LogitWarps::kColumnWarps;

@@ -17,7 +17,8 @@ using Variant =
 /// Launches a variant of a form.
 template <class Traits>
 Status launch_variant(const ForwardParams& params, int ctas, cudaStream_t stream) {
-  // Calls with key biases have no separate kernel for plain launches, because its step loop would be the same.
+  // Calls with key biases have no separate kernel for plain launches, because that kernel would have the same step
+  // loop.
   constexpr bool kHasPlain = !Traits::kHasKeyBias;
   const auto kernel =
       is_plain(params) ? natten_jax_sm80_fna_forward<Traits, kHasPlain> : natten_jax_sm80_fna_forward<Traits, false>;

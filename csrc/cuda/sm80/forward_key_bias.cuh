@@ -1,5 +1,5 @@
-// Key biases in the forward kernel. They are copied together with the keys of a step. The products of queries and keys
-// are accumulated onto them.
+// Key biases in the forward kernel. They are copied together with the keys of a step, and are the initial values of the
+// accumulators of the products of queries and keys.
 #pragma once
 
 #include "cuda/common/key_bias.cuh"
@@ -23,7 +23,7 @@ struct KeyBiased : Traits {
 
   struct SharedStorage : Traits::SharedStorage {
     alignas(16) float key_bias[kBiasedSteps][(kPreparesBiases ? 2 : 1) * Traits::kColumns];
-    const float* biases_of_head;  // bias of the batch entry's first key for the head
+    const float* biases_of_head;  // address of the bias of the batch entry's first key, for the CTA's head
     float products_per_logit;
   };
 
@@ -31,8 +31,8 @@ struct KeyBiased : Traits {
   CUTE_DEVICE static int place_of_bias(int column) { return kPreparesBiases ? column / 2 * 4 + column % 2 : column; }
 };
 
-/// Stores the address and the factor of the biases of the CTA's head in shared memory. `load_biases` may be called only
-/// after a barrier.
+/// Stores the address of the biases for the CTA's head, and their conversion factor, in shared memory. `load_biases`
+/// may be called only after a barrier.
 template <class Traits>
 CUTE_DEVICE void find_biases(const ForwardParams& p, typename Traits::SharedStorage& shared, int batch, int head) {
   if (threadIdx.x > 0) return;

@@ -141,7 +141,7 @@ struct WarpRows {
   /// logit of the head's sink; -infinity without a sink.
   template <bool kMayHaveSink>
   CUTE_DEVICE void write(const Output& o, const Softmax& softmax, std::int64_t first_row, float sink) const {
-    // Four lanes share each of their rows. Lane number `lane4` of these computes the logsumexp of row number `lane4`.
+    // Four lanes share several rows. Each of these lanes computes the logsumexp of one row: row number `lane4`.
     Logsumexp logsumexp = softmax.logsumexp(lane4, [&](int i) -> float& { return shared.subtracted[row0 + 8 * i]; });
     const float share_of_keys = kMayHaveSink && sink != -INFINITY ? add_sink(logsumexp, sink) : 1.f;
     CUTE_UNROLL

@@ -14,7 +14,7 @@ namespace natten_jax::sm80 {
 struct SharedMemory {
   int block;           // maximum that a CTA can use
   int multiprocessor;  // total of an SM, which its CTAs share
-  int reserved;        // reserved by the system in each CTA, in addition to what the CTA uses
+  int reserved;        // reserved by the system for each CTA, in addition to what the CTA uses
 };
 
 /// Launches a form of the forward kernel on `ctas` CTAs. If two CTAs fit on an SM, uses the maximum number of stages

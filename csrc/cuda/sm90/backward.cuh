@@ -1,12 +1,15 @@
 // Backward neighborhood attention for Hopper.
 //
-// A CTA owns a key/value tile and iterates over the query tiles that see it, for every query head of the group. S and
-// dS are computed transposed, with keys in rows, so that they are register operands of the products that accumulate dK
-// and dV. dS is also written to shared memory, from which both warpgroups compute a part of dQ. TMA adds dQ to float32
-// sums in global memory.
+// A CTA processes a key/value tile at a time. For every query head that shares the tile's key/value head, it iterates
+// over the query tiles that attend to (see) the keys of the tile.
 //
-// Three warps of the first warpgroup plan and load tiles (backward_load.cuh), the fourth accumulates dQ and stores dK
-// and dV (backward_store.cuh). The two other warpgroups compute (backward_gradients.cuh).
+// The CTA computes weights and dS transposed, with a row per key. With heads of up to 128, a thread then holds the
+// elements of weights and dS that it needs as register operands of the products for dV and dK. With heads of 256,
+// weights and dS pass through shared memory. The product for dQ always reads dS from shared memory. TMA adds dQ to
+// float32 sums in global memory.
+//
+// In the first warpgroup, three warps plan and load tiles (backward_load.cuh). The fourth warp adds dQ to the sums and
+// stores dK and dV (backward_store.cuh). The two other warpgroups compute the gradients (backward_gradients.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -20,14 +23,15 @@ namespace natten_jax::sm90 {
 template <class Traits>
 CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   if (p.clears_tiles) {
-    // Rows that no load writes must be finite, because they are multiplied by weights of zero.
+    // Rows that no load writes are multiplied by weights of zero. They must be finite, so they are set to zero here.
     constexpr int kWords = offsetof(typename Traits::SharedStorage, weights) / sizeof(uint4);
     for (int i = threadIdx.x; i < kWords; i += kThreads) {
       reinterpret_cast<uint4*>(&shared)[i] = make_uint4(0, 0, 0, 0);
     }
     cutlass::arch::fence_view_async_shared();
   }
-  // Rows past the key/value tile get the coordinates of row 0; columns past the query tile are outside every window.
+  // Rows past the key/value tile get the coordinates of row 0. Columns past the query tile get coordinates outside of
+  // every window.
   const auto bytes = [](int3 at) { return make_uchar4(at.x, at.y, at.z, 0); };
   if (threadIdx.x < Traits::kKeys) {
     const int row = threadIdx.x < p.kv_tile_tokens ? threadIdx.x : 0;
@@ -55,10 +59,13 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], kWarp);
       ClusterBarrier::init(&shared.full_windows[i], kWarp);
-      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 1 + kWarp + storing);  // and loaders
+      // Arrivals: consumers, the thread that loads dO, the warp that loads logsumexps, the threads that store
+      // gradients.
+      ClusterBarrier::init(&shared.empty_plan[i], kConsumers + 1 + kWarp + storing);
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      ClusterBarrier::init(&shared.full_q[i], 1 + kWarp);  // one thread expects bytes, a warp writes
+      // Arrivals: the thread that loads Q with TMA, and the lanes of the warp that writes logsumexps and deltas.
+      ClusterBarrier::init(&shared.full_q[i], 1 + kWarp);
       ClusterBarrier::init(&shared.full_out_cotangent[i], 1);
       ClusterBarrier::init(&shared.empty_q[i], kConsumers);
       ClusterBarrier::init(&shared.empty_out_cotangent[i], kConsumerWarps);
@@ -73,13 +80,14 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
 
 template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __grid_constant__ BackwardParams p) {
-  // No static shared memory: the dynamic part starts at a multiple of 1024 bytes, as the swizzle needs.
+  // The swizzle requires that dynamic shared memory starts at a multiple of 1024 bytes. It does, because the kernel has
+  // no static shared memory.
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare_backward<Traits>(p, shared);
   if (threadIdx.x < kWarpgroup) {
     const int warp = threadIdx.x / 32;
-    // The first plan is made before the warpgroup releases registers.
+    // The warpgroup releases registers only after one of its warps has planned the first tile.
     Planned planned{};
     if (warp == kPlansKeys) planned = plan_position<Traits>(p, shared, take_position(p, true), 0);
     cutlass::arch::warpgroup_reg_dealloc<Traits::kMoverRegisters>();
@@ -91,7 +99,8 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
       store_gradients<Traits, false>(p, shared);
     }
   } else {
-    // The mask tables are built first, because `warpgroup_reg_alloc` waits for registers of the producer warpgroup.
+    // The mask tables are built before `warpgroup_reg_alloc`, which waits until the producer warpgroup has released
+    // registers.
     const QueryColumnMask column_mask(shared.mask_words, p.axis);
     column_mask.template build<Traits::kQueries>(p.axis, threadIdx.x / 32 - kConsumerWarps / 2, kConsumerWarps,
                                                  &p.q_boxes);

@@ -1,4 +1,4 @@
-// Launches the forms of the backward kernel, and instantiates them.
+// Launch and instantiation of the forms (compiled variants) of the backward kernel.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,12 @@
 
 namespace natten_jax::sm90 {
 
-/// Chooses the kernel by the number of the form and the width of heads. Plain problems whose heads take all k-steps of
-/// the form have separate kernels. With key biases, all other problems use the kernels for narrow heads.
+/// Launches a kernel of form number `form` of kBackwardForms. A form has several kernels:
+///
+///   for plain problems     used if the heads are not narrow (`is_narrow`)
+///   for narrow heads       supports all problems
+///   for full heads         used for other problems whose heads are not narrow. With key biases, this kernel is not
+///                          compiled, and the kernel for narrow heads is used instead.
 template <ElementType kType, bool kHasKeyBias>
 Status launch_backward_form(const BackwardParams& params, int form, cudaStream_t stream) {
   int multiprocessors = 0;

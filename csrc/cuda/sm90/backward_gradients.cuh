@@ -1,4 +1,4 @@
-// Consumer warpgroups of the backward kernel, which compute gradients.
+// Work of the consumer warpgroups of the backward kernel: computation of the gradients.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -9,9 +9,10 @@
 
 namespace natten_jax::sm90 {
 
-/// Writes a warpgroup's part of dQ to shared memory, swizzled for TMA.
+/// Writes a warpgroup's part of a dQ tile to shared memory, in the swizzled layout that TMA reads.
 ///
-/// Two lanes whose rows differ by one would write to the same banks, so odd rows write their columns in another order.
+/// If all lanes wrote their columns in the same order, two lanes whose rows differ by one would write to the same
+/// banks. So lanes with odd rows use another order.
 template <int kRows, class Accumulator>
 CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thread) {
   const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
@@ -21,7 +22,7 @@ CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thr
   first ^= is_odd ? 64 : 0;
   CUTE_UNROLL
   for (int e = 0; e < size(sums); e += 4) {
-    // Blocks of eight columns: odd rows swap the first two blocks of a chunk with the last two.
+    // A chunk has four blocks of eight columns. Lanes with odd rows write the last two blocks first.
     const int block = e / 4, chunk = block / 4, in_chunk = block % 4;
     const int other = e + (in_chunk < 2 ? 8 : -8);
     CUTE_UNROLL
@@ -35,10 +36,11 @@ CUTE_DEVICE void write_sums(const Accumulator& sums, std::uint32_t tile, int thr
   }
 }
 
-/// Computes, in one warpgroup, half of the logits and of each gradient.
+/// Work of one consumer warpgroup: half of the logits and half of each gradient.
 ///
-/// The methods are the steps of `run`. They start five products and wait for them later, in the only order for which
-/// the registers suffice. All are inlined, so that members stay in registers.
+/// `run` processes all key/value tiles of the CTA. The other methods are its steps. For each query tile, they start
+/// five matrix products asynchronously and wait for them later, in the only order for which there are enough registers.
+/// All methods are inlined, so that members stay in registers.
 template <class Traits>
 class Differentiation {
  public:
@@ -65,7 +67,7 @@ class Differentiation {
       const int tiles = plan.q_tiles * p.heads_per_kv;
       clear(products.dk);
       clear(products.dv);
-      if constexpr (Traits::kHasKeyBias) start_biases(plan, 0);  // overlaps with loading K and V
+      if constexpr (Traits::kHasKeyBias) start_biases(plan, 0);  // overlaps with the loads of K and V
       kv.wait_full(shared.full_k);
       kv.wait_full(shared.full_v);
       if constexpr (Traits::kHasKeyBias) {
@@ -89,19 +91,21 @@ class Differentiation {
   static constexpr int kStages = Traits::kStages;
   static constexpr bool kSplitsKeys = Traits::kSplitsKeys;
 
-  /// Buffer of the current query tile, and the parity of its phase.
+  /// Index of the buffer of the current query tile, and parity of the phase of the buffer's barriers.
   CUTE_DEVICE int stage() const { return count % kStages; }
   CUTE_DEVICE int phase() const { return count / kStages % 2; }
   CUTE_DEVICE int score_buffer() const { return count % Traits::kScoreBuffers; }
-  /// True if this warpgroup computes a dQ of the current query tile.
+  /// True if this warpgroup computes dQ of the current query tile, or a part of it.
   CUTE_DEVICE bool sums_up() const { return !Traits::kAlternates || count % 2 == part.warpgroup; }
 
-  /// Values per query of the tile, as pairs that match the thread's columns.
+  /// Pointer to pairs of elements of `of_queries`. For every multiple e of 4, the pair at index e belongs to the two
+  /// columns of the thread's accumulator elements e to e + 3.
   CUTE_DEVICE const float2* of_columns(const float (&of_queries)[Traits::kQueries]) const {
     return reinterpret_cast<const float2*>(of_queries) + part.column_block() * (Products::kLogitColumns / 2) + lane4;
   }
 
-  /// Parts of the tensor may start at any address, because the swizzle follows the address.
+  /// Tensor view of a tile in shared memory, for writes. It swizzles addresses instead of offsets, so a partition of it
+  /// can start at any offset.
   template <class Layout>
   CUTE_DEVICE static auto writable(Element* tile, Layout layout) {
     return as_position_independent_swizzle_tensor(make_tensor(make_smem_ptr(tile), layout));
@@ -112,14 +116,14 @@ class Differentiation {
     biases.start(p, plan, shared.row_coordinates, row0, plan.kv_head * p.heads_per_kv + i);
   }
 
-  /// Adds all contributions of a query tile to the gradients.
+  /// Adds the contributions of the current query tile to dK and dV, and computes its dQ.
   CUTE_DEVICE void add_query_tile(const Plan& plan, bool is_first) {
     if constexpr (Traits::kHasKeyBias) products.start_at(biases.in_products);
     wait(shared.full_q[stage()], phase());
     products.start_s(stage(), p.head_dim);
     wait(shared.full_out_cotangent[stage()], phase());
     products.start_ds(stage(), p.head_dim_v);
-    // Computes the mask while the products are running.
+    // Computes the mask while the products run.
     const int4 at = shared.tile[stage()];
     const bool is_masked = (at.w & kIsMasked) != 0;
     std::uint32_t visible[2];
@@ -145,7 +149,8 @@ class Differentiation {
     sum_up();
   }
 
-  /// Bits of the elements in the thread's rows that the windows contain.
+  /// Sets `visible` to a mask for each of the thread's two rows, with a bit per element. A bit is set if the query
+  /// attends to the key.
   CUTE_DEVICE void see(const Plan& plan, int4 at, std::uint32_t (&visible)[2]) const {
     const QueryColumnMask column_mask(shared.mask_words, p.axis);
     CUTE_UNROLL
@@ -218,7 +223,8 @@ class Differentiation {
     copy(Copy{}, copy_s.retile_S(as_accumulator), to(_, _, _, buffer));
   }
 
-  /// Starts the products that accumulate gradients, after both warpgroups have written dS.
+  /// Starts the remaining products of a query tile, waits for their results, and writes dQ to shared memory. Both
+  /// warpgroups must have written dS.
   CUTE_DEVICE void sum_up() {
     if constexpr (kSplitsKeys) {
       if (sums_up()) products.start_dq(score_buffer());
@@ -240,7 +246,7 @@ class Differentiation {
       cutlass::arch::fence_view_async_shared();
       arrive_as_warp(shared.full_sums);
     }
-    // Left in flight, this product would need more registers than available.
+    // Waits for dK, because there are too few registers to start the next query tile while this product runs.
     warpgroup_wait<0>();
     warpgroup_fence_operand(products.dk);
     arrive(shared.empty_q[stage()]);
@@ -249,13 +255,14 @@ class Differentiation {
     }
   }
 
-  /// Address of the warpgroup's part of the dQ tile.
+  /// Address of the warpgroup's part of the dQ tile in shared memory.
   CUTE_DEVICE std::uint32_t sums() const {
     constexpr int kBytes = Products::kSumColumns * Traits::kQueries * sizeof(float);
     return cast_smem_ptr_to_uint(shared.query_gradient) + part.sum_block() * kBytes;
   }
 
-  /// Writes dK and dV over the buffers of dS and dQ. They are stored while the next tile is loaded.
+  /// Writes dK and dV to shared memory, over the buffers of dS and dQ. Another warp copies them to global memory while
+  /// the next tile is loaded.
   CUTE_DEVICE void store_gradients(float scale) {
     kv.wait_empty(shared.empty_gradients);
     wait(shared.empty_sums, count % 2 ^ 1);
@@ -284,9 +291,9 @@ class Differentiation {
   typename Products::Part part;
   Products products;
   std::conditional_t<Traits::kHasKeyBias, RowBiases<Traits>, std::nullptr_t> biases;
-  int row0, lane4;  // the thread's rows of the logits are row0 and row0 + 8
+  int row0, lane4;  // the thread's two rows of the logits are row0 and row0 + 8
   float exponent_scale;
-  int count = 0;  // query tiles so far; gives the stage and phase of all rings
+  int count = 0;  // number of query tiles processed so far, which determines the stage and phase of the rings
   SingleBuffer kv;
   Ring<2> slot;
 };

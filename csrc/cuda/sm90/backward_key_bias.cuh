@@ -1,4 +1,5 @@
-// Key biases in the backward kernel, and their gradients: sums of dS over the queries of a head.
+// Key biases in the backward kernel, and their gradients. The gradient of a key's bias is the sum of dS over the
+// queries of a head.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -7,19 +8,19 @@
 
 namespace natten_jax::sm90 {
 
-/// Biases of the two keys whose rows a thread holds elements of.
+/// Key biases and their gradients in one thread. The thread holds elements of two rows of the logits, for two keys.
 template <class Traits>
 struct RowBiases {
-  float in_products[2];
-  float sum[2];  // of the thread's elements of dS
-  int token[2];  // of the keys, over all batch entries; negative if there is no key
+  float in_products[2];  // bias of each key, divided by the scale of the logits
+  float sum[2];          // per key: sum of the thread's elements of dS
+  int token[2];          // index of each key among the keys of all batch entries; negative without a key
 
-  /// Loads the biases for a query head.
+  /// Loads the biases of the keys for a query head, and resets the sums.
   ///
   /// Args:
   ///   plan: plan of the key/value tile.
-  ///   rows: coordinates of the tile's rows.
-  ///   row0: the thread's first row; the other is row0 + 8.
+  ///   rows: coordinates of the tile's rows in the tile.
+  ///   row0: first of the thread's two rows; the second one is row0 + 8.
   CUTE_DEVICE void start(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan, const uchar4* rows, int row0,
                          int head) {
     const int first = token_of_slot(p, plan.kv_slot);
@@ -39,7 +40,7 @@ struct RowBiases {
     }
   }
 
-  /// Stores the gradients of the biases for a query head.
+  /// Adds the sums of the threads that share a row, and stores the gradients of the biases for a query head.
   CUTE_DEVICE void store(const BackwardParams& p, typename Traits::SharedStorage& shared, int row0, int head) {
     const bool is_first = threadIdx.x % 4 == 0;
     CUTE_UNROLL
@@ -49,7 +50,7 @@ struct RowBiases {
     }
     bool stores = is_first;
     if constexpr (!Traits::kSplitsKeys) {
-      // Each warpgroup has half of the queries.
+      // Each warpgroup has summed over half of the queries. The second one passes its sums to the first one.
       const bool is_other = threadIdx.x >= 2 * kWarpgroup;
       if (is_first && is_other) shared.bias_sums[row0] = sum[0], shared.bias_sums[row0 + 8] = sum[1];
       cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kBiasSumsReady));

@@ -15,14 +15,14 @@
 namespace natten_jax::sm90 {
 namespace {
 
-/// The problem without dilation, for additional tokens: the only dilation group is the whole layout.
+/// The problem with a dilation of 1, for additional tokens. The whole layout is then one dilation group.
 Problem undilated(const Problem& problem) {
   Problem result = problem;
   for (Axis& axis : result.axes) axis.window.dilation = 1;
   return result;
 }
 
-/// The problem of the dQ sums: every head is a separate batch entry.
+/// The problem whose query array is the array of dQ sums: float32, with every head as a separate batch entry.
 Problem heads_as_batch(const Problem& problem) {
   Problem result = problem;
   result.element_type = ElementType::kFloat32;
@@ -31,7 +31,8 @@ Problem heads_as_batch(const Problem& problem) {
   return result;
 }
 
-/// Encodes the maps of a query array: per class of dilation groups, and of the undilated layout.
+/// Encodes the tensor maps of a query array: one per class of dilation groups and, if there are additional tokens, one
+/// of the undilated layout.
 Status encode_query_maps(const Problem& problem, Array array, const std::int64_t (&tile)[kRank],
                          CUtensorMap (&maps)[kQueryMaps]) {
   CUtensorMap classes[kGroupClasses];
@@ -73,7 +74,7 @@ Status encode_maps(const Problem& problem, const TileShapes& tiles, const Arrays
   return {};
 }
 
-/// Builds the maps of batch entries from the maps of the launch.
+/// Launches a kernel that builds the tensor maps of each batch entry from the tensor maps of the launch.
 Status make_entry_maps(const Problem& problem, const Arrays& arrays, const BackwardParams& p, cudaStream_t stream) {
   EntryMaps maps = maps_of_entries(problem, arrays, kBackwardArrays, p.entry_maps);
   maps.are_queries = 1u << kQueriesOfEntry | 1u << kOutCotangentsOfEntry | 1u << kQueryGradientsOfEntry;
@@ -92,8 +93,8 @@ std::int64_t sums(const Problem& problem) {
   return problem.batch * problem.heads * problem.queries() * problem.head_dim;
 }
 
-/// Number of counters of a launch: a counter of key/value tiles that CTAs have taken and, if deterministic, a counter
-/// of turns per query tile.
+/// Number of counters of a launch. The first one counts the key/value tiles that CTAs have taken. If
+/// `is_deterministic`, there is also a counter for each query tile of each query head (KeyTileSchedule::turns).
 std::int64_t counters(const Problem& problem, const TileShapes& tiles, bool is_deterministic) {
   if (!is_deterministic) return 1;
   const Geometry geometry = geometry_of(problem, tiles);
@@ -131,8 +132,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   std::copy_n(geometry.axis, kRank, p.axis);
   p.q_boxes = boxes_of_tiles(problem, tiles.query, tiles.kv);
   KeyTileSchedule& schedule = p.schedule;
-  // Tiles of additional tokens have as many tokens as other tiles, even if more fit into shared memory: no load writes
-  // the rows after these, and keys and values there have to stay finite.
+  // Tiles of additional tokens have as many tokens as other tiles, even if more fit into shared memory. So no load ever
+  // writes the rows past these tokens, and the keys and values there stay finite.
   const std::int64_t kv_tile_tokens = product(tiles.kv);
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + kv_tile_tokens - 1) / kv_tile_tokens;
   int multiprocessors = 0;
@@ -169,7 +170,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_clear(scratch, first_counter + number_of_counters, stream, of_rows,
                                                      first_counter / problem.head_dim, problem.head_dim)));
   if (arrays.key_bias != nullptr && arrays.layouts != nullptr) {
-    // No tile contains padding keys, so the kernel does not write their gradients.
+    // No tile contains padding keys, so the kernel does not write the gradients of their biases.
     const std::int64_t numbers = problem.batch * problem.keys() * problem.heads;
     NATTEN_JAX_RETURN_IF_FAILED(
         status_of(cudaMemsetAsync(arrays.key_bias_gradient, 0, numbers * sizeof(float), stream)));
@@ -181,8 +182,9 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     });
   };
   if (is_deterministic && schedule.additional_tiles > 0) {
-    // Additional tokens use query tiles of the undilated layout, which differ from the query tiles of dilation groups.
-    // So they run first, in a separate launch.
+    // The query tiles for additional tokens are tiles of the undilated layout. They differ from the query tiles of
+    // dilation groups, so their turns must be counted separately. Tiles of additional tokens therefore have a separate
+    // launch, before the launch for the layout.
     const int all_tiles = schedule.tiles;
     schedule.tiles = schedule.additional_tiles;
     NATTEN_JAX_RETURN_IF_FAILED(launch());

@@ -1,4 +1,4 @@
-// Warps of the backward kernel that plan and load tiles.
+// Work of the warps of the backward kernel that plan and load tiles.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -8,9 +8,9 @@
 
 namespace natten_jax::sm90 {
 
-constexpr int kPlannedAhead = 6;  // remaining query tiles when the next key/value tile is planned
+constexpr int kPlannedAhead = 6;  // the next key/value tile is planned when this many query tiles are left to load
 
-/// Prefetches a tile's keys and values to L2, from which they are loaded when the tile before is done.
+/// Prefetches a tile's keys and values to L2. They are loaded to shared memory when the previous tile is done.
 template <class Traits>
 CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan,
                                    const CUtensorMap* keys, const CUtensorMap* values) {
@@ -27,13 +27,14 @@ CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Tr
 /// Takes the next position in the order of key/value tiles. Warp-collective.
 CUTE_DEVICE int take_position(const BackwardParams& p, bool is_first) {
   if (is_first && p.schedule.starts_at_block()) return blockIdx.x;
-  wait_for_previous_kernel();  // the previous kernel clears the counter
+  wait_for_previous_kernel();  // until it has cleared the counter
   return p.schedule.take();
 }
 
 enum class Planned { kTile, kNothing, kEnd };
 
-/// Plans the tile at a position of the order, or marks the end of the tiles. Warp-collective.
+/// Plans the tile at a position of the order. If the position is past the last tile, the plan marks the end of the
+/// tiles. Warp-collective.
 template <class Traits>
 CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::SharedStorage& shared, int position,
                                   int slot) {
@@ -46,13 +47,13 @@ CUTE_DEVICE Planned plan_position(const BackwardParams& p, typename Traits::Shar
     return Planned::kNothing;
   }
   __syncwarp();
-  arrive(shared.full_plan[slot]);  // every lane wrote a part
+  arrive(shared.full_plan[slot]);  // every lane arrives, because every lane wrote a part of the plan
   if (!is_end && !plan.is_additional) plan_windows<Traits::kIsPlain>(p, shared.row_coordinates, plan);
   arrive(shared.full_windows[slot]);
   return is_end ? Planned::kEnd : Planned::kTile;
 }
 
-/// Loads a planned tile's keys and values.
+/// Loads a tile's keys and values to shared memory, according to its plan.
 template <class Traits>
 CUTE_DEVICE void load_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
                                const KeyTilePlan<Traits::kKeys>& plan, const CUtensorMap* keys,
@@ -68,8 +69,9 @@ CUTE_DEVICE void load_key_tile(const BackwardParams& p, typename Traits::SharedS
   load(values, shared.full_v, shared.v, p.head_dim_v);
 }
 
-/// Plans tiles ahead of the loads and the products, and loads their keys and values. Runs in one warp. `planned` is the
-/// result for the first tile, which is planned already.
+/// Plans all key/value tiles of the CTA and loads their keys and values. A tile is planned while the previous one is
+/// still being processed. Runs in one warp. `planned` is the result of `plan_position` for the first tile, which the
+/// caller has planned.
 template <class Traits>
 CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared, Planned planned) {
   Ring<2> slot;
@@ -91,7 +93,8 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
       }
       kv.advance();
       slot.advance();
-      // If taken early, the next tile would go to the CTA that started first instead of the CTA that is done first.
+      // Waits until the current tile is almost done. If CTAs took the next tile earlier, it would go to the CTA that
+      // started its tile first instead of the CTA that is done first.
       wanted.wait_full(shared.wants_plan);
       wanted.advance();
     }
@@ -101,20 +104,22 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
   }
 }
 
-/// Waits for the plan in `slot`. Returns false after the last tile.
+/// Waits for the plan in `slot`. Returns false if the plan marks the end of the tiles.
 template <class Traits>
 CUTE_DEVICE bool next_key_tile(typename Traits::SharedStorage& shared, const Ring<2>& slot) {
   slot.wait_full(shared.full_plan);
   return shared.plan[slot.index].q_tiles >= 0;
 }
 
-/// Loads the remainders of the logsumexps of a query tile with large logsumexps. Warp-collective.
+/// Loads the remainders of a query tile's logsumexps. Called only if some of the logsumexps are large. Warp-collective.
 template <class Traits>
 CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::SharedStorage& shared, int stage,
                                  const KeyTilePlan<Traits::kKeys>& plan, int head, int4 at) {
 #pragma unroll 1
   for (int row = threadIdx.x % 32; row < Traits::kQueries; row += 32) {
-    float remainder = 0.f;  // rows without a remainder get the same weights as in other tiles
+    // Rows without a large logsumexp have a remainder of zero. They get the same weights as in tiles without
+    // remainders.
+    float remainder = 0.f;
     if (p.remainder != nullptr && has_remainder<typename Traits::Element>(shared.logsumexp[stage][row])) {
       const int token = query_token<Traits::kIsPlain>(p, plan, at, shared.column_coordinates[row]);
       const std::int64_t at = (static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + head;
@@ -124,7 +129,7 @@ CUTE_DEVICE void load_remainders(const BackwardParams& p, typename Traits::Share
   }
 }
 
-/// Loads the Q or dO tile at `walk` of a query head.
+/// Loads a query tile of Q or dO, depending on `map`. The tile starts at `walk`, in query head `head`.
 template <class Traits>
 CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan, const QueryWalk& walk,
                                  int head, const CUtensorMap* map, int head_dim, std::uint64_t& full,
@@ -142,10 +147,11 @@ CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Trai
   });
 }
 
-/// Loads the dO tiles of every query head and, unless `kLoadsApart`, the Q tiles. Runs in one thread.
+/// Loads the query tiles of dO, and of Q unless `kLoadsApart`, for all key/value tiles of the CTA. Runs in one thread.
 template <class Traits>
 CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
-  // If tiles take turns, a tile that is taken early would delay the tiles whose turn comes later.
+  // If tiles take turns, the next tile is not taken ahead. Otherwise, tiles with later turns would wait for it while
+  // this CTA still processes its current tile.
   const int planned_ahead = p.schedule.turns == nullptr ? kPlannedAhead : 0;
   Ring<Traits::kStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
@@ -177,9 +183,11 @@ CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::Shar
   }
 }
 
-/// Loads the logsumexps and deltas of the query tiles, and sets the flags of each tile. Runs in one warp. The
-/// logsumexps and deltas share the barriers of the query buffers: with separate barriers, a pass took 2% longer (H200,
-/// 2-D, heads of 128).
+/// Loads the logsumexps and deltas of the query tiles, and sets the flags of each tile. If `kLoadsApart`, also loads
+/// the query tiles of Q. Runs in one warp.
+///
+/// Logsumexps and deltas have the same barriers as Q: with separate barriers, a pass took 2% longer (H200, 2-D, heads
+/// of 128).
 template <class Traits>
 CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   const int lane = threadIdx.x % 32;
@@ -191,7 +199,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
       QueryWalk walk(plan.hull_begin);
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         const int head = plan.kv_head * p.heads_per_kv + i;
-        // These loads run while the buffers are still in use.
+        // Loads to registers, because the buffers in shared memory may still be in use.
         float2 of_rows[Traits::kQueries / 32];
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
@@ -212,7 +220,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         bool is_large = false;
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
-          // If all keys of a query are hidden, its weights are zero.
+          // If all keys of a query are masked out, its logsumexp is -infinity. Infinity makes its weights zero.
           if (Traits::kHasKeyBias && of_rows[r].x == -INFINITY) of_rows[r].x = INFINITY;
           shared.logsumexp[stage.index][lane + 32 * r] = of_rows[r].x;
           shared.delta[stage.index][lane + 32 * r] = of_rows[r].y;
@@ -226,7 +234,7 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
           shared.tile[stage.index] =
               make_int4(walk.x, walk.y, walk.z, (is_masked ? kIsMasked : 0) | (is_large ? kIsLarge : 0));
         }
-        arrive(shared.full_q[stage.index]);  // every lane wrote a part
+        arrive(shared.full_q[stage.index]);  // every lane arrives, because every lane wrote a part
         stage.advance();
         walk.next(p.axis, plan.hull_begin, plan.hull_end);
       }

@@ -1,4 +1,5 @@
-// Plan of a key/value tile of the Hopper backward kernel: what the loads and products need, computed ahead of them.
+// Plan of a key/value tile of the Hopper backward kernel. It contains the parameters of the tile's loads and products,
+// and is computed before they start.
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
@@ -12,25 +13,28 @@ using BackwardMaps = MapsOfEntries<kBackwardArrays, kGroupClasses>;
 
 template <int kKeys>
 struct KeyTilePlan {
-  int4 hull_begin, hull_end;    // local queries that see any key: x, y, z; whole query tiles if tiles take turns
-  int4 inner_begin, inner_end;  // local queries that see every key
-  int4 kv_begin;                // first key index
-  int4 q_stride;                // tokens from one query of the dilation group to the next
+  // Bounding box of the local queries that attend to any key of the tile: x, y, z. If tiles take turns, hull_begin is
+  // rounded down to the start of a query tile. In dimensions that wrap, it is adjusted by `begin_at_seam`.
+  int4 hull_begin, hull_end;
+  int4 inner_begin, inner_end;  // local queries that attend to every key of the tile: x, y, z
+  int4 kv_begin;                // index of the tile's first key in the dilation group: x, y, z
+  int4 q_stride;                // tokens from one query of the dilation group to the next, per dimension
   KeyAxisPlan axis[3];          // unset for additional tokens
   int batch, kv_head, group;
-  float scale;  // of the logits
-  int q_tiles;  // per query head; negative: end of the key/value tiles
+  float scale;  // scale of the logits
+  int q_tiles;  // number of query tiles per query head; negative: the plan marks the end of the key/value tiles
   bool is_additional;
-  int query_map, kv_map;  // classes of the dilation group
-  // Maps of the query arrays. Looking them up for each query tile took 2 to 3% of a pass with heads of 64 (H100).
+  int query_map, kv_map;  // indices of the tensor maps: classes of the dilation group
+  // Tensor maps of Q and dO. Looking them up for each query tile took 2 to 3% of a pass with heads of 64 (H100).
   const CUtensorMap *queries, *out_cotangents;
-  int q_token;                 // first query of the dilation group, relative to the batch entry
-  int query_slot, kv_slot;     // offsets of the group's first token in its array, in heads: at head 0, at this head
-  int2 windows[kKeys + 2];     // per coordinate inside the tile: first query and end of the queries that see it
-  int4 row_windows[kKeys][2];  // per row: first query (x, y, z), end of the queries (x, y, z)
+  int q_token;  // first query of the dilation group, relative to the batch entry
+  // Offsets in arrays, in heads: of the dilation group's first query at head 0, and of its first key at head kv_head.
+  int query_slot, kv_slot;
+  int2 windows[kKeys + 2];     // per coordinate in the tile: first query that attends to it, and end of the queries
+  int4 row_windows[kKeys][2];  // per key: first query that attends to it (x, y, z), and end of the queries (x, y, z)
 };
 
-/// Plans a tile of additional tokens, which every query sees.
+/// Plans a tile of additional tokens, to which every query attends.
 template <int kKeys>
 CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<kKeys>& plan) {
   const TilePlace place = p.schedule.additional_place(tile);
@@ -66,13 +70,13 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
   }
 }
 
-/// Fills in a plan, except the windows of keys in the layout. Returns false if the tile lies past the end of its
-/// dilation group. Warp-collective.
+/// Computes the plan of a tile, except `windows` and `row_windows` of tiles of the layout (`plan_windows` does).
+/// Returns false if the tile lies past the end of its dilation group. Warp-collective.
 ///
 /// Args:
 ///   p: parameters of the launch.
-///   origins: of query and key/value tokens, three each.
-///   layout: layout of the previous tile's batch entry; replaced by this tile's. Used with per-entry layouts.
+///   origins: origins of the query tokens in three dimensions, then origins of the key/value tokens.
+///   layout: cache of the layout of the tile's batch entry. Used only if batch entries have separate layouts.
 ///   tile: number of the tile.
 ///   plan: the result.
 ///
@@ -97,8 +101,8 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
   const KeyAxisPlan own(axis, entry, residue, index);
   if (__any_sync(0xffffffffu, own.kv_begin >= own.kv.local_length)) return false;
   const int2 of_first = own.seen_by(axis, own.first, kIsPlain), of_last = own.seen_by(axis, own.last, kIsPlain);
-  // Turns are counted per query tile. So the query tiles of different key/value tiles must coincide or be disjoint:
-  // they are aligned to multiples of q_tile.
+  // Turns are counted per query tile. So all key/value tiles must divide the queries into the same query tiles, which
+  // start at multiples of q_tile.
   const int hull_begin = p.schedule.turns != nullptr ? axis.by_q_tile.divide(of_first.x) * axis.q_tile
                          : kIsPlain                  ? of_first.x
                                                      : begin_at_seam(axis, p.q_boxes.extent[d], of_first.x, of_last.y);
@@ -129,7 +133,7 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
     plan.out_cotangents =
         BackwardMaps::of(entry_maps, p.out_cotangent, kOutCotangentsOfEntry, place.batch, group.query_map);
     plan.kv_map = group.kv_map;
-    // The tensor maps express dilation as strides; the offset selects the group's first token.
+    // The strides of the tensor maps include the dilation. The offset selects the group's first token.
     plan.q_token = group.q_token;
     plan.query_slot = (place.batch * p.queries + group.q_token) * p.heads;
     plan.kv_slot = (place.batch * p.keys + group.kv_token) * p.heads_kv + place.head;
@@ -137,11 +141,11 @@ CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, E
   return true;
 }
 
-/// Fills in a plan's windows. Warp-collective.
+/// Computes `windows` and `row_windows` of a plan. Warp-collective.
 ///
 /// Args:
 ///   p: parameters of the launch.
-///   row_coordinates: coordinates of each row in the key/value tile: x, y, z.
+///   row_coordinates: coordinates x, y, z of each row in the key/value tile.
 ///   plan: plan of a tile of the layout.
 template <bool kIsPlain, int kKeys>
 CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordinates, KeyTilePlan<kKeys>& plan) {
@@ -164,7 +168,7 @@ CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordin
   }
 }
 
-/// The token of a row of the query tile at `at`, or -1 if the row sees no key of the tile.
+/// Token of a row of a query tile, relative to the batch entry; -1 if the row lies past `hull_end` of the plan.
 ///
 /// Args:
 ///   p: parameters of the launch.
@@ -174,7 +178,7 @@ CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordin
 template <bool kIsPlain, int kKeys>
 CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, int4 at, uchar4 in_tile) {
   int x = at.x + in_tile.x, y = at.y + in_tile.y, z = at.z + in_tile.z;
-  // Compares indices, because coordinates past the layout may exceed 32 bits.
+  // Compares indices in the dilation group, because token numbers past the layout might exceed 32 bits.
   if (x >= plan.hull_end.x || y >= plan.hull_end.y || z >= plan.hull_end.z) return -1;
   if (!kIsPlain && p.q_boxes.go_around && !plan.is_additional) {
     x = p.axis[0].around(x);
@@ -184,17 +188,17 @@ CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& p
   return plan.q_token + x * plan.q_stride.x + y * plan.q_stride.y + z * plan.q_stride.z;
 }
 
-/// Turn of a key/value tile in adding to the dQ of a query tile: after `before` other key/value tiles.
+/// Turn of a key/value tile: its position in the fixed order in which key/value tiles add to the dQ of a query tile.
 struct Turn {
-  int q_tile;  // in the dilation group
-  int before;
+  int q_tile;  // number of the query tile in its dilation group
+  int before;  // number of key/value tiles that add before this one
 };
 
-/// Turn of a key/value tile at one of its query tiles. Warp-collective.
+/// Computes the turn of a key/value tile at one of its query tiles. Warp-collective.
 ///
-/// The key/value tiles that queries of the tile see form a box, whose tiles add to the dQ of the query tile in order.
-/// The number of tiles before this one is computed from two numbers per dimension: the extent of the box in tiles, and
-/// how many of these come before this tile.
+/// The key/value tiles to which the query tile attends form a box. All tiles of the box add to the dQ of the query
+/// tile, in the order of KeyTileSchedule. `before` is computed from two numbers per dimension: the extent of the box in
+/// tiles, and the number of tiles in this extent that come before the key/value tile.
 template <int kKeys>
 CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, const QueryWalk& at) {
   const int d = planned_dimension();
@@ -203,7 +207,8 @@ CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan
   const int q_tile = axis.by_q_tile.divide(q_begin);
   int before, tiles, q_tiles = axis.q_tiles;
   if (plan.is_additional) {
-    // Additional tokens have a separate launch: every query of the layout sees them, as if it were undilated.
+    // In the separate launch for additional tokens, query tiles are tiles of the undilated layout. All of them attend
+    // to all additional tokens.
     before = d < 2 ? 0 : plan.kv_begin.z / p.kv_tile_tokens;
     tiles = 1;
     q_tiles = axis.by_q_tile.divide(axis.query_local_extent + axis.q_tile - 1);

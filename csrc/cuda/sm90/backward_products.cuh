@@ -1,14 +1,19 @@
-// The five products of a warpgroup of the backward kernel: their operands, results and starts.
+// The five matrix products that a warpgroup of the backward kernel computes for each query tile: S^T = K Q^T,
+// dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K.
 #pragma once
 
 #include "cuda/sm90/backward_traits.cuh"
 
 namespace natten_jax::sm90 {
 
-/// Operands and results, in registers and as views of shared memory.
+/// Operands and results of the products, in registers or as views of shared memory, and methods that start the
+/// products.
 ///
-/// The warpgroups split the keys. With only 64 keys, they split the queries of the logits and the columns of dK and dV
-/// instead. They split the columns of dQ or, if it has few, alternate in computing whole tiles.
+/// Two warpgroups divide each product:
+///
+///   S, dP     by keys if a tile has 128 keys, by queries if it has 64
+///   dK, dV    by keys if a tile has 128 keys, by columns (elements of the head) if it has 64
+///   dQ        by columns; with heads of 64, the warpgroups instead alternate in computing the dQ of a query tile
 template <class Traits>
 struct GradientProducts {
   using Element = typename Traits::Element;
@@ -27,7 +32,7 @@ struct GradientProducts {
   using ScoreRows = typename Traits::template Rows<kKeys, kQueries, kScoreBuffers>;
   using ScoreColumns = typename Traits::template Columns<kKeys, kQueries, kScoreBuffers>;
 
-  // Products for S and the gradient of the weights; for dK and dV; for dQ.
+  // MMA types. ProductS: for S and dP. ProductKv: for dK and dV. ProductQ: for dQ.
   using ProductS = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kLogitColumns>, Int<kHeadDim>>, kRowsLast,
                            kRowsLast>()));
@@ -38,10 +43,11 @@ struct GradientProducts {
   using Accumulator = decltype(partition_fragment_C(ProductS{}, Shape<_64, Int<kLogitColumns>>{}));
   using Gradient = decltype(partition_fragment_C(ProductKv{}, Shape<_64, Int<kGradientColumns>>{}));
   using Sums = decltype(partition_fragment_C(ProductQ{}, Shape<_64, Int<kSumColumns>>{}));
-  // A thread's elements of an accumulator are its elements of the next product's register operand, in the same order.
+  // Register operand of the products for dK and dV. It consists of the elements that the thread holds of the
+  // accumulator `s` or `ds`, in the same order.
   using Operand = decltype(make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kLogitColumns / 16>>>{}));
 
-  /// Position of a warpgroup's part in the tiles.
+  /// The part of each tile that a warpgroup reads or computes.
   struct Part {
     int warpgroup, thread;
 
@@ -95,26 +101,27 @@ struct GradientProducts {
         scores_t(part.score_columns(shared.score_gradient[0])),
         keys_t(part.key_columns(shared.k)) {}
 
-  /// Initialises S, to which `start_s` adds, with the biases of the thread's two keys.
+  /// Initialises S with the biases of the thread's two keys. `start_s` then adds to S.
   CUTE_DEVICE void start_at(const float (&biases)[2]) {
     CUTE_UNROLL
     for (int e = 0; e < size(s); ++e) s(e) = biases[e / 2 % 2];
   }
-  /// Starts the logits of the queries in a buffer.
+  /// Starts the product for S. `stage` is the buffer of Q.
   CUTE_DEVICE void start_s(int stage, int head_dim) {
     constexpr auto kFirst = Traits::kHasKeyBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
     start_of_heads(keys(_, _, _, _0{}), queries(_, _, _, stage), head_dim, s, kFirst);
   }
-  /// Starts the gradient of the weights.
+  /// Starts the product for dP, the gradient of the weights. `stage` is the buffer of dO.
   CUTE_DEVICE void start_ds(int stage, int head_dim_v) {
     start_of_heads(values(_, _, _, _0{}), out_cotangents(_, _, _, stage), head_dim_v, ds);
   }
-  /// Starts dQ from the dS in a buffer.
+  /// Starts the product for dQ. `buffer` is the buffer of dS.
   CUTE_DEVICE void start_dq(int buffer) {
     start(ProductQ{}, scores_t(_, _, _, buffer), keys_t(_, _, _, _0{}), dq, [](int) { return false; });
   }
 
-  /// Starts to add the product of weights or dS, in registers or shared memory, to a gradient.
+  /// Starts a product that is added to dV or dK. `rows` are the weights or dS, in registers or shared memory, and
+  /// `columns` is dO or Q.
   template <class Rows, class Columns>
   CUTE_DEVICE static void start_sum(const Rows& rows, const Columns& columns, Gradient& sum) {
     ProductKv product;
@@ -126,7 +133,7 @@ struct GradientProducts {
     warpgroup_commit_batch();
   }
 
-  /// Operand of `start_sum` in shared memory: weights or dS.
+  /// Weights or dS in shared memory, as argument `rows` of `start_sum`.
   CUTE_DEVICE static auto in_shared(Element* tile, const Part& part) {
     return ProductKv{}
         .get_thread_slice(part.thread)
@@ -134,7 +141,7 @@ struct GradientProducts {
   }
 
  private:
-  /// Starts a product over the head dimension.
+  /// Starts a product that sums over the head dimension.
   template <class Rows, class Columns>
   CUTE_DEVICE static void start_of_heads(const Rows& rows, const Columns& columns, int head_dim, Accumulator& result,
                                          GMMA::ScaleOut first = GMMA::ScaleOut::Zero) {

@@ -1,4 +1,4 @@
-// The warp of the backward kernel that accumulates dQ and stores dK and dV.
+// Work of the warp of the backward kernel that adds dQ to sums in global memory and stores dK and dV.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -7,27 +7,28 @@
 
 namespace natten_jax::sm90 {
 
-// Turns of CTAs that add to the same sums, in the PTX memory model. A CTA waits until its sums have been added, which
-// makes them visible to the waiting thread, and then increments the count with release. The next CTA reads the count,
-// synchronises with the first CTA through a fence, and then adds. The second fence is for TMA, which adds in the async
-// proxy.
+// Synchronisation of CTAs that take turns in adding to the same sums, in terms of the PTX memory model. The first CTA
+// waits until TMA has added its dQ, which makes the new sums visible to the waiting thread. It then increments the
+// count with a release operation. The next CTA reads the count until it has the expected value. An acquire fence then
+// makes the new sums visible to this CTA. A second fence makes them visible to TMA, which adds in the async proxy.
 CUTE_DEVICE std::int32_t load_count(const std::int32_t* turns) {
   std::int32_t count;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(turns) : "memory");
   return count;
 }
-/// Waits for an expected count; `count` is the last value read. Acquire: writes of the counted CTAs are visible.
+/// Waits until the count is `expected`. `count` is its most recently read value. After the acquire fence, the writes of
+/// all CTAs that have incremented the count are visible.
 CUTE_DEVICE void await_count(const std::int32_t* turns, std::int32_t expected, std::int32_t count) {
   while (count != expected) count = load_count(turns);
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-/// Increments the count with release, after the bulk copies that this thread has waited for.
+/// Increments the count with a release operation. This publishes the bulk copies for which the thread has waited.
 CUTE_DEVICE void count_one(std::int32_t* turns) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
 }
 
-/// Adds the dQ tile in shared memory to the sums of a query tile.
+/// Adds the dQ tile in shared memory to the sums of a query tile in global memory, with TMA.
 template <class Traits>
 CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorage& shared, const CUtensorMap* map,
                           int slot, bool is_additional, const QueryWalk& at) {
@@ -45,7 +46,7 @@ CUTE_DEVICE void add_sums(const BackwardParams& p, typename Traits::SharedStorag
   tma_store_arrive();
 }
 
-/// Stores a tile's dK and dV from shared memory.
+/// Copies a tile's dK and dV from shared to global memory, with TMA.
 template <class Traits>
 CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::SharedStorage& shared,
                                 const KeyTilePlan<Traits::kKeys>& plan, const CUtensorMap* keys,
@@ -63,10 +64,10 @@ CUTE_DEVICE void store_key_tile(const BackwardParams& p, typename Traits::Shared
   arrive(shared.empty_gradients);
 }
 
-/// Adds dQ tiles to their sums and stores dK and dV; TMA clips what lies outside the layout.
+/// Adds dQ tiles to the sums and stores dK and dV. TMA does not write elements outside of the layout.
 ///
-/// Runs in one thread. If key/value tiles take turns in adding to a query tile, so that every run rounds in the same
-/// way, it runs in one warp, which computes the turns collectively.
+/// Runs in one thread. If `kTakesTurns`, runs in one warp, which computes the turns collectively. Key/value tiles then
+/// add to a query tile in a fixed order, so that rounding errors are reproducible.
 template <class Traits, bool kTakesTurns>
 CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   wait_for_previous_kernel();
@@ -106,7 +107,7 @@ CUTE_DEVICE void store_gradients(const BackwardParams& p, typename Traits::Share
           tma_store_wait<0>();
           arrive(shared.empty_sums);
           if constexpr (kTakesTurns) {
-            // The load runs while this tile's sums are added.
+            // Loads the count for the next query tile while TMA adds the current dQ tile.
             count = tile + 1 < plan.q_tiles ? load_count(turns + turn.q_tile) : -1;
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
             count_one(turns_here);

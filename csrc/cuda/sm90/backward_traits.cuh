@@ -1,4 +1,5 @@
-// Forms of the backward kernel: the division of work between its warpgroups, its shared memory and barriers.
+// Forms (compiled variants) of the backward kernel. A form defines tile sizes, the division of work between warpgroups,
+// barriers, and the contents of shared memory.
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
@@ -7,52 +8,57 @@
 
 namespace natten_jax::sm90 {
 
-constexpr int kConsumers = 2 * kWarpgroup;  // threads of the two consumer warpgroups
+constexpr int kConsumers = 2 * kWarpgroup;  // number of threads of the two consumer warpgroups
 constexpr int kThreads = kWarpgroup + kConsumers;
 constexpr int kConsumerWarps = kConsumers / kWarp;
-/// Role of each warp of the first warpgroup. A single thread works in the first warp, and also in the last warp unless
-/// key/value tiles take turns.
+/// Role of each warp of the first warpgroup. Only one thread of warp kLoadsQueries does work. Only one thread of warp
+/// kStoresGradients does work unless key/value tiles take turns.
 enum BackwardWarp { kLoadsQueries, kPlansKeys, kLoadsStatistics, kStoresGradients };
 // Flags of a query tile.
-constexpr int kIsMasked = 1;   // some key is hidden from some query
-constexpr int kIsLarge = 2;    // weights of some query need its logsumexp's remainder
-constexpr int kSumChunk = 32;  // elements per 128-byte swizzled row of the dQ sums
+constexpr int kIsMasked = 1;  // the tile needs a mask: some query does not attend to some key
+constexpr int kIsLarge = 2;   // some logsumexp is so large that weights need its remainder
 
-// Named barriers; CUTLASS reserves the first eight.
+constexpr int kSumChunk = 32;  // number of float32 elements in a swizzled row (128 bytes) of a dQ tile
+
+// Named barriers. CUTLASS reserves the numbers below eight.
 constexpr int kTablesReady = 8;
 constexpr int kScoresReady = 9;     // both warpgroups have written their part of dS
 constexpr int kScoresRead = 10;     // both warpgroups have finished reading dS
 constexpr int kGradientsDone = 11;  // both warpgroups have read the buffers that dK and dV overwrite
-constexpr int kBiasSumsReady = 12;  // a warpgroup has written, or the other one read, the key bias sums
+constexpr int kBiasSumsReady = 12;  // one warpgroup has written bias_sums, or the other one has read them
 
 template <class Element_, int kHeadDim_, int kKeys_, int kQueries_, int kStages_, bool kIsNarrow_,
           bool kHasKeyBias_ = false, bool kIsPlain_ = false>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
-  static constexpr int kKeys = kKeys_;        // keys of a tile
-  static constexpr int kQueries = kQueries_;  // queries of a tile
+  static constexpr int kKeys = kKeys_;        // maximum keys of a key/value tile
+  static constexpr int kQueries = kQueries_;  // maximum queries of a query tile
   static constexpr int kStages = kStages_;
   static constexpr int kThreads = sm90::kThreads;
-  // True if heads of Q and K, or heads of V, take fewer k-steps than the form has.
+  // True if the kernel supports heads of Q and K, or of V, that need fewer k-steps than heads of kHeadDim.
   static constexpr bool kIsNarrow = kIsNarrow_;
-  static constexpr bool kHasKeyBias = kHasKeyBias_;  // key_bias.cuh
+  static constexpr bool kHasKeyBias = kHasKeyBias_;  // true if the kernel adds key biases (backward_key_bias.cuh)
   static constexpr bool kIsPlain = kIsPlain_;        // as in ForwardTraits
-  // True if the warpgroups own different keys, so that registers hold the operands of dK and dV.
+  // True if the warpgroups compute different keys. Weights and dS are then register operands of the products for dV and
+  // dK.
   static constexpr bool kSplitsKeys = kKeys == 128;
-  // True if the warpgroups alternate: one computes a query tile's dQ, the other one the next tile's.
+  // True if the warpgroups alternate in computing dQ: one of them computes the dQ of even query tiles, the other one
+  // the dQ of odd query tiles.
   static constexpr bool kAlternates = kHeadDim == 64;
-  // True if the warp that loads statistics also loads query tiles, instead of the thread that loads dO. With a single
-  // stage, everything waits for these loads: one thread for both takes 9% longer (H200, heads of 256).
+  // True if the warp that loads logsumexps and deltas also loads Q; false if the thread that loads dO also loads Q.
+  // With a single stage, all warps wait for these loads: if one thread loaded both dO and Q, a pass took 9% longer
+  // (H200, heads of 256).
   static constexpr bool kLoadsApart = kStages == 1;
   static constexpr int kScoreBuffers = kSplitsKeys ? 2 : 1;
-  // The CTA is launched with 168 registers per thread, which are then redistributed. Producer warps with 24 registers
-  // spill (H200: 3% slower with heads of 256), but otherwise the consumers of the form for 128 would spill (25%
-  // slower).
+  // The CTA is launched with 168 registers per thread. These are then redistributed between the warpgroups. With 24
+  // registers, producer warps spill (heads of 256 are 3% slower on H200), so they get 40. In the form for heads of 128,
+  // they get only 24, because otherwise the consumer warps would spill (25% slower).
   static constexpr int kMoverRegisters = kHeadDim == 128 ? 24 : 40;
   static constexpr int kConsumerRegisters = (168 * kThreads - kWarpgroup * kMoverRegisters) / kConsumers;
 
-  // Tiles are [token][head_dim] or [key][query]; products read their rows or, transposed, their columns.
+  // Layouts of a tile [token][head_dim] or [key][query] in shared memory. Rows is for products that read the tile as it
+  // is, and Columns is for products that read it transposed.
   template <int kRows, int kColumns, int kBuffers>
   using Rows =
       decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kColumns>, Int<kBuffers>>{}));
@@ -82,13 +88,12 @@ struct BackwardTraits {
     alignas(1024) Element score_gradient[kScoreBuffers][kKeys * kQueries];
     alignas(1024) float query_gradient[kQueries * kHeadDim];
     KeyTilePlan<kKeys> plan[2];
-    // Per stage: first query (x, y, z) and flags (w) of the query tile.
-    int4 tile[kStages];
+    int4 tile[kStages];                              // x, y, z: first query of the query tile; w: flags of the tile
     alignas(16) float logsumexp[kStages][kQueries];  // in base 2; infinite for rows without a query
-    alignas(16) float remainder[kStages][kQueries];  // of the logsumexp, if the tile is large
+    alignas(16) float remainder[kStages][kQueries];  // remainders of the logsumexps, if the tile has flag kIsLarge
     alignas(16) float delta[kStages][kQueries];
-    uchar4 row_coordinates[kKeys];        // of a row in the key/value tile: x, y, z
-    uchar4 column_coordinates[kQueries];  // of a column in the query tile
+    uchar4 row_coordinates[kKeys];        // coordinates x, y, z of each row in the key/value tile
+    uchar4 column_coordinates[kQueries];  // coordinates x, y, z of each column in the query tile
     Origin origins[6];
     EntryLayout::Kept layout;
     std::uint32_t mask_words[QueryColumnMask::capacity(kQueries)];
@@ -98,7 +103,7 @@ struct BackwardTraits {
     std::uint64_t full_q[kStages], empty_q[kStages], full_out_cotangent[kStages], empty_out_cotangent[kStages];
     float bias_sums[kHasKeyBias && !kSplitsKeys ? kKeys : 1];
 
-    // When a key/value tile is done, dK and dV overwrite dS and dQ.
+    // After the last query tile of a key/value tile, dK and dV overwrite the buffers of dS and dQ.
     CUTE_DEVICE Element* key_gradient() {
       return reinterpret_cast<Element*>(reinterpret_cast<char*>(this) + offsetof(SharedStorage, score_gradient));
     }
@@ -106,7 +111,7 @@ struct BackwardTraits {
   };
 };
 
-/// Maps of batch entries; null if all entries use the maps of the launch.
+/// Tensor maps of the batch entries; null if all entries use the maps of the launch.
 template <class Traits>
 CUTE_DEVICE const CUtensorMap* entry_maps(const BackwardParams& p) {
   return Traits::kIsPlain ? nullptr : p.entry_maps;
