@@ -1,6 +1,6 @@
-"""Selection of backend, tiles and schedule for a pass of a request on a device.
+"""Selection of the backend, the tiles and the kernel schedule for each pass of a request on a device.
 
-No other module selects them.
+No other module makes these selections.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from natten_jax.plan.devices import Device, lowering_targets
 from natten_jax.plan.plan import BackendId, Plan, Request, tile_arguments
 from natten_jax.problem import Problem
 
-#: Environment variable: a comma-separated list of by-name-only families, such as ``"tpu"``, to select by default.
+#: Environment variable: a comma-separated list of families, such as ``"tpu"``. Without it, these families run only in
+#: calls that name them. With it, they may be selected by default.
 VARIABLE = "NATTEN_JAX_BY_DEFAULT"
 
 
 def asked_for(registered: Iterable[Backend]) -> frozenset[str]:
-    """Return the by-name-only families that the environment variable selects by default.
+    """Return the families that the environment variable :data:`VARIABLE` lists.
 
     Args:
         registered: All backends.
 
     Raises:
-        ValueError: The variable names a family that is unknown, or that is not by-name-only.
+        ValueError: The variable lists an unknown family, or a family that is not ``Capabilities.is_by_name_only``.
     """
     families = {family.strip() for family in os.environ.get(VARIABLE, "").split(",")} - {""}
     known = [backend.family for backend in registered if backend.capabilities.is_by_name_only]
@@ -48,23 +49,26 @@ def asked_for(registered: Iterable[Backend]) -> frozenset[str]:
 
 
 def _runs_only_by_name(backend: Backend, problem: Problem) -> bool:
-    """Return True if a backend runs only in calls that name it, unless the environment selects it by default."""
+    """Return True if a backend runs only in calls that name it. The environment variable is not read."""
     has = backend.capabilities
     return has.is_by_name_only or (has.is_by_name_only_for_float8 and problem.element.is_float8)
 
 
-#: Values of ``sys.platform`` on which kernels can be compiled.
+#: Values of ``sys.platform`` for which this package's kernels can be compiled.
 _BUILDABLE = ("linux", "darwin")
 
 _was_warned = False
 
 
 class MissingKernelsWarning(UserWarning):
-    """Warning that the slow portable backend runs because this build of natten_jax lacks kernels for the device."""
+    """Warning that this build of natten_jax lacks kernels for the device, so that the slow portable backend runs."""
 
 
 def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: Device, pass_: Pass) -> str | None:
-    """Return why this build lacks kernels for a pass, and how to fix it; ``None`` if no build has such kernels.
+    """Return the reason why this build lacks kernels for a pass, and how to install a build that has them.
+
+    ``None`` if this build has such kernels, if no build can have them, or if kernels cannot be compiled for this
+    platform.
 
     Args:
         backends: All backends.
@@ -80,8 +84,8 @@ def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: De
         reason = backend.rejection(problem, device, pass_)
         if reason is None:
             return None
-        # For an absent device, rejection() does not check whether this build supports it. If rejection() then returns
-        # None, this build is the reason.
+        # For an absent device, rejection() does not check if this build has the kernels. So if the backend rejects the
+        # present device, but not an absent device of the same kind, this build lacks the kernels.
         elsewhere = dataclasses.replace(device, is_present=False)
         if reason == native.load_error or backend.rejection(problem, elsewhere, pass_) is None:
             return f"{reason}. {_remedy(device)}"
@@ -89,7 +93,7 @@ def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: De
 
 
 def warn_once(reason: str) -> None:
-    """Warn once per process that the portable backend runs, and why."""
+    """Warn that the portable backend runs, and give the reason. Only the first call in a process warns."""
     global _was_warned
     if _was_warned:
         return
@@ -110,18 +114,20 @@ def _remedy(device: Device) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-#: Another backend replaces the preferred backend if its predicted time is at most this fraction of the preferred
-#: backend's time. The margin allows for prediction errors.
+#: The backend with the shortest predicted time is selected if this time is at most this fraction of the predicted time
+#: of the first backend in order of preference. Otherwise, the first backend is selected. The margin allows for
+#: prediction errors.
 _CLEARLY_FASTER = 0.9
 
 
 class _Decision(NamedTuple):
-    """Decision for a pass.
+    """The plan of a pass, or the reason why the pass cannot run.
 
     Attributes:
         plan: Plan of the pass; ``None`` if the pass cannot run.
         refusal: Reason why the pass cannot run; empty if it can.
-        lack: Reason why this build lacks kernels, if a slow backend runs instead; ``None`` otherwise.
+        lack: Reason why this build lacks kernels for the pass, if the slow portable backend therefore runs instead;
+            ``None`` otherwise.
     """
 
     plan: Plan | None
@@ -131,10 +137,10 @@ class _Decision(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCall:
-    """A request on one device.
+    """A request, and the kind of device that runs it.
 
     Attributes:
-        request: The request for the part of the call that runs on the device.
+        request: The request. If the call is sharded, it describes the part of the call that one device runs.
         device: The kind of device that runs the request.
     """
 
@@ -142,9 +148,9 @@ class DeviceCall:
     device: Device
 
     def plan(self, pass_: Pass) -> Plan:
-        """Return the plan of a pass; decisions are cached.
+        """Return the plan of a pass. It is cached.
 
-        If the requested backend cannot run the backward pass, the best other backend runs it.
+        If the requested backend cannot run the backward pass, another backend is selected as if none was requested.
 
         Raises:
             ValueError: The requested backend cannot run the forward pass, no backend can run the pass, or the selected
@@ -159,17 +165,17 @@ class DeviceCall:
 
 
 def resolve(request: Request, device: Device, pass_: Pass) -> Plan:
-    """Return the plan of a pass of a request on a device; see :meth:`DeviceCall.plan`."""
+    """Return the plan of one pass of a request on a device, as :meth:`DeviceCall.plan` does."""
     return DeviceCall(request, device).plan(pass_)
 
 
 def device_calls(request: Request) -> Iterator[DeviceCall]:
-    """Yield the request on each kind of device that a program may be lowered for and that can run the forward pass.
+    """Yield a :class:`DeviceCall` for each lowering target (kind of device) that can run the forward pass.
 
-    If the request has tiles for the backward pass, the device must also be able to run that pass.
+    If the request has tiles for the backward pass, the device must also be able to run the backward pass.
 
     Raises:
-        ValueError: No kind of device can run the request; the message is about the default device.
+        ValueError: No kind of device can run the request. The message gives the reason for the default device.
     """
     error = None
     is_supported = False
@@ -190,7 +196,7 @@ def device_calls(request: Request) -> Iterator[DeviceCall]:
 
 @functools.lru_cache(maxsize=4096)
 def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[Backend]) -> _Decision:
-    """Decide how a pass runs, or why it cannot; cached by request, device, pass and registered backends."""
+    """Select the plan of a pass, or return the reason why it cannot run. Results are cached."""
     try:
         tuned = tables.measured(request, device, pass_)
         if tuned is not None and not tuned.is_default and staleness(tuned.plan, device) is None:
@@ -216,7 +222,7 @@ def decided(request: Request, device: Device, pass_: Pass, registered: Sequence[
 
 
 def staleness(plan: Plan, device: Device) -> str | None:
-    """Return why this build cannot run a plan from a table of tuned configurations; ``None`` if it can."""
+    """Return the reason why this build cannot run a plan from a table of tuned configurations; ``None`` if it can."""
     name, problem = str(plan.backend), plan.problem
     if name not in backends.names(problem.operator):
         return f"there is no backend {name}"
@@ -228,11 +234,11 @@ def staleness(plan: Plan, device: Device) -> str | None:
 
 
 def _fastest(candidates: list[Backend], times: list[float | None]) -> Backend:
-    """Return the first candidate, or the fastest one if it is clearly faster than the first.
+    """Return the first candidate, unless another one is predicted to be clearly faster; then return the fastest one.
 
     Args:
         candidates: The candidates, in order of preference.
-        times: Predicted seconds of each candidate; ``None`` without a cost model.
+        times: Predicted seconds of each candidate; ``None`` for a candidate without a cost model.
     """
     first, seconds = times[0], [math.inf if time is None else time for time in times]
     if first is None or min(seconds) > _CLEARLY_FASTER * first:
@@ -241,15 +247,16 @@ def _fastest(candidates: list[Backend], times: list[float | None]) -> Backend:
 
 
 def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -> Plan:
-    """Return the plan of a pass on a backend that can run it; the backend chooses options that the request omits."""
+    """Return the plan of a pass on a backend that can run it. The backend chooses options that the request omits."""
     performance, pair = request.performance, request.performance.tiles(pass_)
     problem = backend.widened(request.problem, device, pass_, pair)
     is_split = math.prod(request.parts) != 1
-    # A device's part of the layout may begin at any token: choose tiles as for batch entries with separate origins.
+    # A device's part of the layout may begin at any token. So choose the tiles as if batch entries had separate
+    # origins.
     tiled = dataclasses.replace(problem, own_origins=True) if is_split else problem
     if pair is None:
         performance = performance.with_tiles(pass_, backend.tile_pairs(tiled, device, pass_)[0])
-    if backend.capabilities.is_plain_jax:  # JAX derives one pass from the other, so both passes need tiles
+    if backend.capabilities.is_plain_jax:  # JAX differentiates the forward pass, so a plan has the tiles of both passes
         other: Pass = "forward" if pass_ == "backward" else "backward"
         if performance.tiles(other) is None:
             performance = performance.with_tiles(other, backend.tile_pairs(tiled, device, other)[0])
@@ -264,7 +271,7 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
 
 
 def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId, str]:
-    """Return the reasons of all backends that cannot run a pass."""
+    """Return all backends that cannot run a pass, each with the reason."""
     return {
         BackendId(backend.family, problem.operator): reason
         for backend in backends.registered()
@@ -274,7 +281,7 @@ def rejections(problem: Problem, device: Device, pass_: Pass) -> dict[BackendId,
 
 @functools.lru_cache(maxsize=64)
 def _for_device(device: Device, registered: Sequence[Backend]) -> tuple[Backend, ...]:
-    """Return the backends whose platform includes a device, in order of preference."""
+    """Return the backends that support a kind of device, in order of preference."""
     platforms = [(each, each.capabilities.platform) for each in registered]
     return tuple([each for each, platform in platforms if platform is None or platform.has(device)])
 
@@ -290,7 +297,8 @@ def _candidates(
 ) -> list[Backend]:
     """Return the backends that can run a pass, in order of preference.
 
-    Slow backends are omitted if another backend can run the pass, unless ``with_fallback`` is set.
+    If another backend can run the pass, slow fallback backends are omitted, unless ``with_fallback`` is set. A
+    requested backend is the only candidate.
     """
     if requested is not None:
         backend = backends.find(requested, problem.operator)
@@ -336,23 +344,24 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
     )
 
 
-# A backend uses the performance arguments in `Capabilities.used_arguments`, and `kernel_schedule` if it has schedules,
-# except the arguments in `Form.unused` of the plan. All backends use tiles. Unused arguments are reported as ignored.
+# All backends use the tiles. A backend also uses the performance arguments in `Capabilities.used_arguments`, and
+# `kernel_schedule` if it has schedules. `Form.unused` lists exceptions for a plan. If a call gives an argument that is
+# not used, the argument is reported as ignored.
 
 
 class Choice(NamedTuple):
-    """Description of a performance argument.
+    """The pass that a performance argument affects, and the reason why a backend may ignore it.
 
     Attributes:
         pass_: The pass that the argument affects.
-        lacking: Reason why some backends ignore the argument: a phrase that follows "<backend> has".
+        lacking: Reason why backends without support ignore the argument. It is worded to follow "<backend> has".
     """
 
     pass_: Pass
     lacking: str
 
 
-#: Descriptions of performance arguments by name, except tiles.
+#: Performance arguments by name, without the tiles.
 CHOICES: Mapping[str, Choice] = {
     "run_persistent_kernel": Choice("forward", "no persistent tile scheduling to turn off"),
     "kernel_schedule": Choice("forward", "no kernel schedules"),
@@ -364,21 +373,22 @@ CHOICES: Mapping[str, Choice] = {
 
 
 def used_arguments_of(backend: Backend) -> frozenset[str]:
-    """Return the performance arguments that a backend uses, or whose guarantee it always satisfies."""
+    """Return the names of the performance arguments that a backend uses, or whose guarantee always holds."""
     return frozenset(backend.capabilities.used_arguments) | (
         {"kernel_schedule"} if backend.capabilities.schedules else set()
     )
 
 
 def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
-    """Return the performance arguments of a call that do not affect a plan, and the reasons.
+    """Return the performance arguments of a call that do not affect a plan, each with the reason.
 
     Args:
         plan: Plan of a pass.
-        asked: The performance arguments of the call. Arguments with their default value are not reported.
+        asked: The performance arguments of the call. Arguments that have their default value are not returned.
 
     Returns:
-        Reasons by argument, for arguments of the plan's pass: clauses that begin with the backend's name.
+        Reason by name of the argument, for arguments that affect the plan's pass. A reason is a clause that begins with
+        the backend's name.
     """
     backend, reasons = backends.by_id(plan.backend), {}
     known, unused = used_arguments_of(backend), backend.form(plan).unused
@@ -393,7 +403,7 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
 
 
 def _others(name: str, here: BackendId) -> str:
-    """Return the backends that use an argument, as text in parentheses; empty if no backend uses it."""
+    """Return text in parentheses that names the backends that use an argument; empty if no backend uses it."""
     able = [
         str(BackendId(each.family, here.operator)) for each in backends.registered() if name in used_arguments_of(each)
     ]

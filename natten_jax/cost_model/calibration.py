@@ -1,6 +1,7 @@
-"""Coefficients of the time model: a file per backend family and kind of device. Most are fitted to measurements.
+"""Coefficients of the time model, in one file per backend family and compute capability.
 
-``bench/calibrate.py`` writes the files; :func:`natten_jax.simulator.predict` implements the formula.
+The coefficients in most files are fitted to measurements (:attr:`Calibration.is_measured`) by ``bench/calibrate.py``.
+:func:`natten_jax.simulator.predict` computes times from them.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ _FOLDER = Path(__file__).with_name("calibrations")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel: its tile sizes, and the seconds per unit of its work.
+    """A compiled kernel: its tile sizes, and the seconds that parts of its work take.
+
+    A thread block owns an outer tile and loops over inner tiles (:mod:`natten_jax.cost_model.tiles`).
 
     Attributes:
         head_dim: Largest supported head dimension.
         outer_tokens: Tokens of an outer tile.
         inner_tokens: Tokens of an inner tile.
-        outer_tile: Seconds per outer tile, in addition to its inner tiles.
-        inner_tile: Seconds per inner tile.
-        masking: Additional seconds per partial inner tile.
-        skipping: Seconds per skipped inner tile.
-        row_groups: Groups of an outer tile's rows that skip and mask inner tiles independently.
-        power: Factor of the calibration's ``slowdown``; kernels that draw less power have a smaller factor.
-        side_by_side: Outer tiles that run concurrently on a multiprocessor.
-        dtypes: Supported element types, if they differ from those of the calibration.
+        outer_tile: Seconds per outer tile, without the time of its inner tiles.
+        inner_tile: Seconds per inner tile, without masking.
+        masking: Additional seconds per partial inner tile, which is an inner tile that needs a mask.
+        skipping: Seconds per inner tile that the kernel visits and skips.
+        row_groups: Number of groups into which the rows of an outer tile are divided. Each group skips and masks inner
+            tiles independently.
+        power: Factor on :attr:`Calibration.slowdown`. It is smaller for kernels that draw less power.
+        side_by_side: Number of outer tiles that a multiprocessor processes concurrently.
+        dtypes: Supported element types, if they differ from :attr:`Calibration.dtypes`.
     """
 
     head_dim: int
@@ -58,7 +62,7 @@ class Kernel:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Head dimension and tokens of an outer and an inner tile, which identify a kernel of a pass."""
+        """Head dimension, tokens per outer tile, and tokens per inner tile. These identify a kernel of a pass."""
         return self.head_dim, self.outer_tokens, self.inner_tokens
 
 
@@ -72,19 +76,21 @@ class Calibration:
         compute_capability: The compute capability of the device.
         multiprocessors: The number of multiprocessors of the device.
         launch: Fixed overhead of a forward pass, in seconds.
-        byte: Seconds of memory traffic per byte of inputs and results.
-        slowdown: Largest relative increase of kernel times at the device's power limit.
-        onset: Seconds of work after which half of ``slowdown`` applies.
-        kernels: The compiled kernels of each pass.
-        backward_launch: ``launch`` of a backward pass, which is several kernels. ``None`` uses ``launch``.
-        tail: For forward kernels that take tiles from a counter: how many rounds longer the last tiles run than the
-            average. ``None`` if tiles are assigned statically.
-        counted_rounds: Smallest number of rounds for which kernels take tiles from a counter; with fewer rounds, tiles
-            are assigned statically.
-        dtypes: Element types of the measurements.
-        limits: Keys of ``natten_jax.native.module.limits`` for these kernels.
-        is_measured: True if coefficients were fitted to measurements. Otherwise they are derived from the throughput of
-            the device's units, and times are only good enough to rank tiles.
+        byte: Seconds per byte of inputs and results that is read from or written to memory.
+        slowdown: Largest relative increase of a pass's time because the device lowers its clock at the power limit.
+        onset: Duration in seconds of a pass to whose time half of ``slowdown`` applies. More applies to longer passes.
+        kernels: Compiled kernels, by pass.
+        backward_launch: Fixed overhead of a backward pass, which consists of several kernels, in seconds. ``None`` uses
+            ``launch``.
+        tail: For forward kernels whose thread blocks take tiles from a counter (dynamic scheduling): number of rounds
+            between the average finish of the multiprocessors and the finish of the last one. ``None`` if tiles are
+            assigned statically.
+        counted_rounds: Smallest number of rounds with dynamic scheduling. With fewer rounds, tiles are assigned
+            statically.
+        dtypes: Element types for which the coefficients are valid.
+        limits: Names under which ``natten_jax.native.module.limits`` returns the limits of these kernels.
+        is_measured: True if the coefficients were fitted to measurements. Otherwise they are derived from the
+            throughput of the device's units, and predicted times are only accurate enough to rank tiles.
     """
 
     family: str
@@ -104,29 +110,29 @@ class Calibration:
     is_measured: bool = True
 
     def merges(self, problem: Problem) -> bool:
-        """Return True if forward kernels can merge their results with results of earlier calls on other keys."""
+        """Return True if the forward kernels can merge their results into results of earlier calls over other keys."""
         return any(continues(name, problem) for name in self.limits)
 
     def launch_of(self, pass_: Pass) -> float:
-        """Return the fixed overhead of a pass, in seconds."""
+        """Return the fixed overhead of a pass in seconds."""
         return self.launch if pass_ == "forward" or self.backward_launch is None else self.backward_launch
 
     def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:
-        """Return the smallest calibrated kernel for the heads, tiles and element type, or ``None``."""
+        """Return the smallest calibrated kernel that supports the heads, tiles and element type, or ``None``."""
         size = max(problem.head_dim, problem.head_dim_v), *map(math.prod, outer_and_inner(pair, pass_))
         able = [each for each in self.kernels.get(pass_, ()) if problem.dtype in (each.dtypes or self.dtypes)]
         fitting = [each for each in able if all(map(operator.le, size, each.size))]
         return min(fitting, key=lambda each: each.size, default=None)
 
     def rounds(self, tiles: Any, pass_: Pass, kernel: Kernel) -> Any:
-        """Return the number of rounds (waves) for a number of outer tiles."""
+        """Return the number of rounds (waves) in which the multiprocessors process ``tiles`` outer tiles."""
         rounds = tiles / (self.multiprocessors * kernel.side_by_side)
         if self.tail is None or pass_ == "backward":
             return np.ceil(rounds)
         return np.where(rounds < self.counted_rounds, np.ceil(rounds), rounds + self.tail)
 
     def clocked(self, busy: Any, kernel: Kernel) -> Any:
-        """Return the seconds of a kernel whose work takes ``busy`` seconds at the full clock."""
+        """Return the seconds that work takes at the actual clock, if it takes ``busy`` seconds at the full clock."""
         return busy * (1 + self.slowdown * kernel.power * busy / (busy + self.onset))
 
 
@@ -141,14 +147,14 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
 
     Args:
         family: ``"hopper"``, ...
-        compute_capability: Compute capability of the device to predict for. ``None`` selects any calibrated device,
-            which is good enough to rank tiles.
+        compute_capability: Compute capability of the device whose times are predicted. ``None`` selects any calibrated
+            device of the family, which is accurate enough to rank tiles.
 
     Returns:
-        The model, or ``None`` if no device of that family and compute capability was calibrated.
+        The model, or ``None`` if there is no file for this family and compute capability.
 
     Raises:
-        ValueError: ``family`` looks like a misspelt name of a calibrated family.
+        ValueError: ``family`` is not the name of a calibrated family, but is similar to one.
         TypeError: ``compute_capability`` is not a pair of ints.
     """
     calibrated = sorted({file.stem.split("-")[0] for file in _FOLDER.glob("*.json")})

@@ -1,4 +1,7 @@
-"""Programs of the TPU kernels: grids and blocks, boxes of keys, masks, and arithmetic on tiles."""
+"""Grids, block specs, boxes of keys and masks of the TPU kernels, and arithmetic on their tiles.
+
+A program computes the results of one tile, which it *owns*. It visits other tiles, or boxes of keys, one per step.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from natten_jax.backends.pallas._common import HIDDEN, Scalar, divided
 from natten_jax.backends.pallas._tpu_call import LANES, NOWHERE, Call, repeat_for_rows, stack_heads
 from natten_jax.native.module import KERNEL_RANK
 
-#: Number of grid indices of a program that owns queries.
+#: Number of grid dimensions of the kernels whose programs own query tiles.
 INDICES = 2 + 2 * KERNEL_RANK
 
 
@@ -26,10 +29,10 @@ INDICES = 2 + 2 * KERNEL_RANK
 
 
 class GridIndices(NamedTuple):
-    """Grid indices of a program: head, dilation group, owned tile, query head, and the visited tile (the step).
+    """Grid indices of a step of a program: head, dilation group, owned tile, query head, and step.
 
-    The dimensions of a grid have this order, with three dimensions per tile. Grids of programs that own queries have no
-    dimension of query heads; their ``query_head`` is 0.
+    The grid dimensions have this order. ``tile`` and ``step`` have three dimensions each, one per token dimension. If
+    programs own query tiles, the grid has no dimension for ``query_head``, and ``query_head`` is 0.
     """
 
     head: Scalar
@@ -53,10 +56,11 @@ class GridIndices(NamedTuple):
 def pallas_call(
     kernel: Callable[..., None], name: str, operands: Sequence[Any], *, tables: int, out_shape: Any, **grid: Any
 ) -> Any:
-    """Run a kernel whose first ``tables`` operands are scalar tables.
+    """Run a kernel whose first ``tables`` operands are int32 tables in scalar memory.
 
-    Results vary over the same manual mesh axes as operands. The first dimensions of the grid, up to the tile that a
-    program owns, are parallel. The remaining dimensions are the steps of a tile, which run in order.
+    The results vary over the same manual mesh axes (``jax.shard_map``) as the operands. The grid dimensions of the
+    head, the dilation group and the owned tile are declared parallel. The remaining dimensions count the steps of a
+    program, which run in order.
     """
     spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=tables, **grid)
     parallel = 2 + KERNEL_RANK
@@ -71,7 +75,7 @@ def pallas_call(
 def spec(
     shape: Sequence[Any], index: Callable[..., tuple[Scalar, ...]], indices: int = INDICES, tables: int = KERNEL_RANK
 ) -> pl.BlockSpec:
-    """Return a block spec; ``index`` maps grid indices and the first scalar tables to the block's indices."""
+    """Return a block spec. Its index map ``index`` receives the grid indices and the first ``tables`` scalar tables."""
     return pl.BlockSpec(
         tuple(shape), lambda *found: index(GridIndices.from_indices(found[:indices]), found[indices : indices + tables])
     )
@@ -83,7 +87,7 @@ def are_first(indices: Sequence[Scalar]) -> Scalar:
 
 
 def are_last(grid: Sequence[int], indices: Sequence[Scalar]) -> Scalar:
-    """Return True if each index is the last one along its dimension of a grid."""
+    """Return True if every index is the last one of its grid dimension."""
     return functools.reduce(jnp.logical_and, [index == n - 1 for index, n in zip(indices, grid, strict=True)])
 
 
@@ -91,13 +95,17 @@ def are_last(grid: Sequence[int], indices: Sequence[Scalar]) -> Scalar:
 
 
 def query_grid(call: Call) -> tuple[Any, ...]:
-    """Return the grid: heads or packs of all batch entries, dilation groups, tiles, and boxes of keys."""
+    """Return the grid of the kernels whose programs own query tiles.
+
+    Its dimensions are heads or packs of all batch entries (``call.together`` per program), dilation groups, query
+    tiles, and steps. A step visits one box of keys.
+    """
     programs = call.leading // call.together * call.queries.blocks
     return programs, call.groups, *call.queries.grid, *steps(call)
 
 
 def steps(call: Call) -> list[int]:
-    """Return the number of steps of a program along each dimension."""
+    """Return the number of steps along each token dimension: the maximum number of boxes that a query tile visits."""
     return [max(visits.most_boxes, 1) for visits in call.visits]
 
 
@@ -110,7 +118,7 @@ def query_spec(call: Call, width: int) -> pl.BlockSpec:
 
 
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
-    """Return the block spec of the statistics of a tile's rows, ``[count, rows]``."""
+    """Return the block spec of the row statistics of a query tile, ``[count, rows]``."""
 
     def index(place: GridIndices, _: Any) -> tuple[Any, ...]:
         return *call.block_of(place.head), place.group, *place.tile, 0, 0
@@ -119,7 +127,10 @@ def rows_spec(call: Call, count: int) -> pl.BlockSpec:
 
 
 def box_spec(call: Call, width: int) -> pl.BlockSpec:
-    """Return the block spec of a step's box of keys or values, which is addressed by its first key."""
+    """Return the block spec of the box of keys or values that a step visits.
+
+    The index map returns the position of the first key as an element offset (``pl.Element``), not as a block index.
+    """
 
     def index(place: GridIndices, tables: Sequence[Any]) -> tuple[Scalar, ...]:
         x, y, z = (box.first for box in key_boxes(call, place, tables))
@@ -132,14 +143,18 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
 
 
 def query_operands(call: Call, scale: jax.Array) -> list[Any]:
-    """Return the first operands of kernels that own queries: five scalar tables, scales, and two arrays for masks."""
+    """Return the first operands, up to the query, of the kernels whose programs own query tiles.
+
+    These are three box tables and two tables of window bounds, all in scalar memory; scales; and two arrays for masks:
+    key coordinates, and the window bounds along the last dimension.
+    """
     slab_bounds = [jnp.asarray(visits.bounds).reshape(-1) for visits in call.visits[:-1]]
     last_bounds = jnp.asarray(call.visits[-1].bounds)
     return [*call.box_tables, *slab_bounds, scale, call.chunks.coordinates(), last_bounds]
 
 
 def query_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:
-    """Return the block specs of scales, key coordinates, window bounds, query, key and value."""
+    """Return the block specs of scales, key coordinates, window bounds (last dimension), query, key and value."""
     last_bounds = spec(
         (None, None, 2, call.queries.tile[-1]), lambda place, _: (call.group_of(place.group)[-1], place.tile[-1], 0, 0)
     )
@@ -152,14 +167,19 @@ def query_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:
 
 
 class KeyBox(NamedTuple):
-    """A box of keys along one dimension: its first key, and its first key that no earlier box includes (``own``)."""
+    """The position of a box of keys along one dimension.
+
+    Attributes:
+        first: First key of the box.
+        own: First key of the box that no earlier box of the query tile includes.
+    """
 
     first: Scalar
     own: Scalar
 
 
 def key_boxes(call: Call, place: GridIndices, tables: Sequence[Any]) -> list[KeyBox]:
-    """Return the box of keys of a step along each dimension; steps without a box repeat the last box."""
+    """Return the box that a step visits: its position along each dimension. Steps after the last box repeat it."""
     found = []
     rows = call.rows_of(place.group, place.tile, tables)
     for visits, row, step in zip(call.visits, rows, place.step, strict=True):
@@ -171,12 +191,12 @@ def key_boxes(call: Call, place: GridIndices, tables: Sequence[Any]) -> list[Key
 
 
 def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scalar]) -> jax.Array:
-    """Return True if all queries of a tile see all keys of a box, and no earlier box includes any of these keys.
+    """Return True if all queries of a tile see all keys of a box, and no earlier box of the tile includes these keys.
 
     Args:
-        rows: Result of :meth:`Call.rows_of` for the tile.
-        boxes: The box along each dimension.
-        shape: Keys of the box along each dimension.
+        rows: Functions that read the tile's row of each box table (:meth:`Call.rows_of`).
+        boxes: Position of the box along each dimension.
+        shape: Number of keys of the box along each dimension.
     """
     inside = [
         (box.first >= box.own) & (box.first >= row("core_first")) & (box.first + extent <= row("core_end"))
@@ -186,20 +206,26 @@ def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scala
 
 
 def visit(add: Callable[[bool], None], is_full: Any) -> None:
-    """Call ``add(True)`` if a mask is needed, ``add(False)`` if all keys are visible (``is_full``)."""
+    """Call ``add(False)`` if all queries see all keys (``is_full``). Otherwise call ``add(True)``, which masks."""
     pl.when(is_full)(lambda: add(False))
     pl.when(~is_full)(lambda: add(True))
 
 
 class Chunk(NamedTuple):
-    """A chunk of a box: its number, the flat index of its first key in the box, and the box along each dimension."""
+    """A chunk of a box of keys.
+
+    Attributes:
+        number: Index of the chunk in the box.
+        start: Flat index of the chunk's first key in the box.
+        boxes: Position of the box along each dimension.
+    """
 
     number: Scalar
     start: Scalar
     boxes: Sequence[KeyBox]
 
     def read(self, call: Call, ref: Any) -> jax.Array:
-        """Read keys or values as ``[keys, width]``."""
+        """Read the keys or values of the chunk as ``[keys, width]``."""
         if call.chunks.number == 1:
             return matrix(ref)
         flat = ref.reshape(math.prod(ref.shape[:-1]), ref.shape[-1])
@@ -207,13 +233,13 @@ class Chunk(NamedTuple):
 
 
 def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Callable[[Chunk, bool], None]) -> None:
-    """Add the keys of a step of a program that owns queries, one chunk at a time.
+    """Process the box of keys that a step visits, one chunk at a time. The program owns a query tile.
 
     Args:
-        call: Static facts of the call.
-        place: Grid indices of the program.
-        tables: Box tables.
-        add: Function that adds a chunk. Its second argument is True if the chunk needs a mask.
+        call: Plan, array layouts and visited boxes of the call.
+        place: Grid indices of the current step.
+        tables: References to the box tables.
+        add: Function that processes a chunk. Its second argument is True if the chunk needs a mask.
     """
     rows, boxes, chunks = call.rows_of(place.group, place.tile, tables), key_boxes(call, place, tables), call.chunks
     cut, stride = chunks.cut, chunks.stride
@@ -223,7 +249,7 @@ def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Calla
         visit(lambda is_masked: add(Chunk(0, 0, boxes), is_masked), sees_all(rows, boxes, chunks.box))
 
     def visit_all() -> None:
-        # Skip chunks whose keys an earlier box includes, and chunks after the last visible key.
+        # Skip chunks if an earlier box includes all their keys, and chunks after the last key that the tile sees.
         first = divided(jnp.minimum(box.own - box.first, extent) * stride, chunks.keys)[0]
         behind = jnp.clip(rows[cut]("hull_end") - box.first, 0, extent) * stride
         end = divided(behind + chunks.keys - 1, chunks.keys)[0]
@@ -251,20 +277,22 @@ def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Calla
 
 # Masks ---------------------------------------------------------------------------------------------------------------
 #
-# A slab is a set of queries or keys of a tile that differ only in their last coordinate. Within a slab, window bounds
-# differ only along the last dimension. Comparisons with the bounds along the other dimensions cost little.
+# Masks are computed per slab. A slab consists of the queries, or keys, of a tile that have equal coordinates along the
+# first two dimensions. Along these dimensions, keys and window bounds are compared only once per slab, not once per
+# row. So these comparisons cost little.
 
 
 @dataclasses.dataclass(frozen=True)
 class QueryMask:
-    """Mask of a step's keys for a query tile, ``[queries, keys]``.
+    """The mask for the queries of a tile and the keys that a step visits.
 
     Attributes:
-        call: Static facts of the call.
-        place: Grid indices of the program.
-        bounds: References to first and end of the keys that queries see, along all dimensions except the last.
-        coordinates: Reference to the coordinates of keys in the box.
-        windows: Reference to scratch memory for first and end of the keys that queries see along the last dimension.
+        call: Plan, array layouts and visited boxes of the call.
+        place: Grid indices of the current step.
+        bounds: References to the tables of window bounds: the first key and the end of the keys that each query sees,
+            along all dimensions except the last.
+        coordinates: Reference to the coordinates of the keys of each chunk, relative to the box.
+        windows: Reference to scratch memory for the window bounds along the last dimension.
     """
 
     call: Call
@@ -278,12 +306,12 @@ class QueryMask:
         return pltpu.VMEM((2, call.queries.tile[-1], LANES), jnp.int32)
 
     def keep_windows(self, bounds: Any) -> None:
-        """Write the bounds along the last dimension to scratch memory, as columns; called once per tile."""
+        """Write the bounds along the last dimension to scratch memory, as columns. Called once per query tile."""
         for side in (0, 1):
             self.windows[side] = columns(bounds[side : side + 1, :])
 
     def hidden(self, chunk: Chunk) -> jax.Array:
-        """Return the mask of a chunk, ``[rows, keys]``: True if the query of a row does not see a key."""
+        """Return the mask of a chunk, ``[rows, keys]``: True if the query of the row does not see the key."""
         x_tile, y_tile, _ = self.call.queries.tile
         boxes = chunk.boxes
         keys = [self.coordinates[chunk.number, dim : dim + 1, :] + box.first for dim, box in enumerate(boxes)]
@@ -299,7 +327,7 @@ class QueryMask:
         return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
 
     def _seen(self, dim: int, query: int, keys: jax.Array, box: KeyBox, coordinates: jax.Array) -> jax.Array:
-        """Replace the last coordinates of keys that a slab does not see along dimension ``dim`` by ``NOWHERE``."""
+        """Set the last coordinate of keys that a slab does not see along dimension ``dim`` to ``NOWHERE``."""
         if dim < KERNEL_RANK - self.call.plan.problem.rank:
             return coordinates
         visits = self.call.visits[dim]
@@ -310,13 +338,14 @@ class QueryMask:
 
 
 def hide_keys(call: Call, logits: jax.Array, first_keys: Sequence[Scalar], bounds: Sequence[Any]) -> jax.Array:
-    """Replace logits ``[keys, queries]`` of a key tile by ``HIDDEN`` if the query does not see the key.
+    """Mask the logits of a key tile, ``[keys, rows]``: set a logit to ``HIDDEN`` if the query does not see the key.
 
     Args:
-        call: Static facts of the call.
-        logits: The logits.
-        first_keys: First key of the tile along each dimension.
-        bounds: References to first and end of the keys that the query of each row sees, ``[2, rows]`` per dimension.
+        call: Plan, array layouts and visited boxes of the call.
+        logits: The logits of the key tile.
+        first_keys: First key of the key tile along each dimension.
+        bounds: One reference per dimension, ``[2, rows]``. First key and end of the keys that the query of each row
+            sees.
     """
     x_tile, y_tile, z_tile = call.keys.tile
     firsts, ends = ([bound[side : side + 1, :] for bound in bounds] for side in (0, 1))
@@ -340,13 +369,13 @@ def hide_keys(call: Call, logits: jax.Array, first_keys: Sequence[Scalar], bound
 
 
 def contract(call: Call, left: jax.Array, right: jax.Array, dims: tuple[int, int]) -> jax.Array:
-    """Multiply two matrices, contracting dimension ``dims[0]`` of ``left`` and ``dims[1]`` of ``right``, in float32."""
+    """Return a matrix product in float32. Contract dimension ``dims[0]`` of ``left`` and ``dims[1]`` of ``right``."""
     contracted = ((dims[0],), (dims[1],)), ((), ())
     return jax.lax.dot_general(left, right, contracted, precision=call.precision, preferred_element_type=jnp.float32)
 
 
 def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
-    """Return the scale of a pack's logits: one number for all heads, or one per row along an axis of the logits."""
+    """Return the scale of a pack's logits: a scalar for all its heads, or a vector along ``axis`` of the logits."""
     if scales.shape == (1,):
         return scales[0]
     head_scales = [scales[pack * call.pack + own] for own in range(call.pack)]
@@ -354,27 +383,28 @@ def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
 
 
 def matrix(ref: Any) -> jax.Array:
-    """Read a tile of tokens as ``[tokens, width]``."""
+    """Read a tile as ``[tokens, width]``."""
     array = ref[...]
     return array.reshape(-1, array.shape[-1])
 
 
 def query_rows(call: Call, ref: Any) -> jax.Array:
-    """Read a tile of queries or output cotangents as ``[rows, width]``."""
+    """Read a tile of queries or output cotangents as ``[rows, width]``, with one row per token and head of the pack."""
     return stack_heads(matrix(ref), call.pack)
 
 
 def across(columns: jax.Array, width: int) -> jax.Array:
-    """Convert ``[rows, LANES]``, with equal numbers in all lanes, to ``[rows, width]``."""
+    """Convert ``[rows, LANES]`` to ``[rows, width]``. All lanes of a row contain the same number."""
     whole, rest = divmod(width, LANES)
     parts = [columns] * whole + ([columns[:, :rest]] if rest else [])
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def rows_of_columns(numbers: Sequence[jax.Array]) -> jax.Array:
-    """Return ``[LANES, rows]``, where row ``i`` is the column ``numbers[i]``; the remaining rows are unspecified.
+    """Convert columns to rows: row ``i`` of the result ``[LANES, rows]`` contains ``numbers[i]``.
 
-    Each column is ``[rows, LANES]``, with equal numbers in all lanes.
+    The remaining rows of the result are unspecified. Each column is ``[rows, LANES]``, with the same number in all
+    lanes of a row.
     """
     found = numbers[0]
     lanes = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
@@ -384,5 +414,5 @@ def rows_of_columns(numbers: Sequence[jax.Array]) -> jax.Array:
 
 
 def columns(row: jax.Array) -> jax.Array:
-    """Convert ``[1, rows]`` to ``[rows, LANES]``, with equal numbers in all lanes."""
+    """Convert ``[1, rows]`` to ``[rows, LANES]``: all lanes of a row contain the same number."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T

@@ -1,7 +1,8 @@
-"""The TPU kernels of both passes.
+"""The TPU kernels of the forward and the backward pass.
 
-In the forward kernel and the query gradient kernel, a program owns a query tile and visits boxes of keys. In the
-key/value gradient kernel, a program owns a key tile and visits query tiles.
+A program computes the results of one tile, which it *owns*. In the forward kernel and the query gradient kernel, a
+program owns a query tile and visits boxes of keys. In the key/value gradient kernel, a program owns a key tile and
+visits query tiles.
 """
 
 from __future__ import annotations
@@ -22,36 +23,37 @@ from natten_jax.backends.pallas._tpu_call import LANES, Call, unstack_heads
 from natten_jax.backends.pallas._tpu_grid import Chunk, GridIndices, KeyBox, QueryMask, contract, query_rows, scale_of
 from natten_jax.native.module import KERNEL_RANK
 
-#: Lower bound of softmax denominators. Queries that see no key have a sum of 0, and then an output of 0.
+#: Lower bound of softmax denominators. If a query sees no key, its weights sum to 0, and this bound makes its output 0.
 _SMALLEST_SUM = 1e-30
-#: Number of scalar tables of kernels that own queries: three of boxes, and two of window bounds along the first two
-#: dimensions.
+#: Number of tables in scalar memory if programs own query tiles: three box tables, and two tables of window bounds,
+#: which are for the first two dimensions.
 _TABLES = 5
-#: Number of scalar tables of the kernel that owns keys: three of boxes, and three of query tiles.
+#: Number of tables in scalar memory if programs own key tiles: three box tables, and three tables of the query tiles
+#: that visit a key tile.
 _KEY_TABLES = 2 * KERNEL_RANK
 
 
 def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """Compute the output, and maxima and sums of the softmax.
+    """Compute the output, and per query the maximum logit and the sum of the weights.
 
-    Logits are ``[queries, keys]``, so that products with values need no transpose. All lanes of a row contain the same
-    statistics of its query.
+    Logits are ``[rows, keys]``, so that products with values need no transpose. While a tile is processed, the
+    statistics of a row are copied to all lanes.
 
     Args:
-        call: Static facts of the call.
+        call: Plan, array layouts and visited boxes of the call.
         query: ``[batch * heads, groups, *lengths, head_dim]``, or packed; see :class:`Layout`.
         key: ``[batch * heads_kv, groups, *lengths, head_dim]``, or packed.
         value: ``[batch * heads_kv, groups, *lengths, head_dim_v]``, or packed.
-        scale: float32 ``[batch * heads]`` or ``[1]``. Scales of the logits.
+        scale: float32 ``[batch * heads]``, or ``[1]`` if all heads share one scale. Factor on the logits.
 
     Returns:
-        The output, in the layout of the query; and maxima of the logits in base 2 and sums of the weights,
-        ``[batch * leading, blocks, groups, *tiles, 2, rows]``.
+        Two arrays. The first one is the output, in the layout of the query. The second one contains, for each row, the
+        maximum logit in base 2 and the sum of the weights: ``[batch * leading, blocks, groups, *tiles, 2, rows]``.
     """
     width, together = call.width(value), call.together
 
     def finish(out: Any, statistics: Any, found: Sequence[Sequence[jax.Array]]) -> None:
-        """Write the output and statistics of each pack, given maxima, sums and weighted sums of values."""
+        """Write the results of each pack: divide its weighted sum of values by its sum of weights."""
         rows = grid.rows_of_columns([column for maxima, sums, _ in found for column in (maxima, sums)])
         for pack, (_, sums, mix) in enumerate(found):
             inverse = jnp.reciprocal(jnp.maximum(sums, _SMALLEST_SUM))
@@ -60,14 +62,14 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             statistics[pack] = rows[2 * pack : 2 * pack + 2, :]
 
     def with_one_chunk(*refs: Any) -> None:
-        """Process a tile whose keys are one chunk, for several packs that share a mask."""
+        """Process a query tile that visits at most one chunk of keys. Compute several packs with the same mask."""
         factor, coordinates, last, q, k, v, out, statistics, windows = refs[_TABLES:]
         place = GridIndices.here()
         mask = QueryMask(call, place, refs[3:5], coordinates, windows)
         mask.keep_windows(last)
         chunk = Chunk(0, 0, grid.key_boxes(call, place, refs[:3]))
         hidden = mask.hidden(chunk)
-        # Issue the products of all packs first, so that the compiler overlaps their latencies.
+        # Issue the query-key products of all packs first, so that the compiler overlaps their latencies.
         packs, found = range(together), []
         products = [
             contract(call, query_rows(call, q.at[pack]), chunk.read(call, k.at[pack]), (1, 1)) for pack in packs
@@ -85,7 +87,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         finish(out, statistics, found)
 
     def with_chunks(*refs: Any) -> None:
-        """Process a tile whose keys may be several chunks: accumulate in scratch memory."""
+        """Process a query tile that may visit several chunks of keys. Accumulate its results in scratch memory."""
         factor, coordinates, last, q, k, v, out, statistics, windows, maximum, total, mixed = refs[_TABLES:]
         place = GridIndices.here()
         mask = QueryMask(call, place, refs[3:5], coordinates, windows)
@@ -138,12 +140,13 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
 
 
 def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Compute the query gradient in float32, before multiplication by the scale.
+    """Compute the query gradient in float32. The caller multiplies it by the scale.
 
     Args:
-        call: Static facts of the call.
-        arrays: Query, key, value, cotangent of the output, statistics, and scales of the logits. Statistics are
-            ``[batch * leading, blocks, groups, *tiles, STATISTICS, rows]``; for the other shapes see :func:`forward`.
+        call: Plan, array layouts and visited boxes of the call.
+        arrays: Query, key, value, cotangent of the output, statistics, and scale. The statistics of each row are the
+            logsumexp, its remainder, and delta: ``[batch * leading, blocks, groups, *tiles, STATISTICS, rows]``. The
+            cotangent has the shape of the output. The other shapes are those of the arguments of :func:`forward`.
     """
     query, _, value, _, _, scale = arrays
     width, width_v = call.width(query), call.width(value)
@@ -193,14 +196,15 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Compute weights from logits in base 2."""
-    # The forward pass rounds logits before the subtraction. The maximum has no effect on values: it prevents compilers
-    # from fusing the subtraction with the product that computes the logits, which would skip this rounding.
+    """Compute softmax weights from logits in base 2."""
+    # The forward pass rounds a logit before it subtracts the maximum, so this function must subtract from the rounded
+    # logit as well. `jnp.maximum` does not change the logit. It prevents compilers from fusing the subtraction with the
+    # product that computes the logit, which would skip the rounding.
     return jnp.exp2(jnp.minimum((jnp.maximum(logits, HIDDEN) - logsumexp) - remainder, 0))
 
 
 def _query_head(call: Call, place: GridIndices) -> Scalar:
-    """Return the query head or pack of a step of a program that owns keys, including the batch entry."""
+    """Return the query head or pack of a step whose program owns a key tile, as an index over all batch entries."""
     heads, heads_kv = call.queries.heads, call.keys.heads
     if heads == heads_kv:
         return place.head
@@ -209,7 +213,7 @@ def _query_head(call: Call, place: GridIndices) -> Scalar:
 
 
 def _seeing(call: Call, place: GridIndices, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
-    """Return the query tile of a step, and True if the step has a tile; steps without a tile repeat the last tile."""
+    """Return the query tile that a step visits, and True if it has one. Steps after the last tile repeat that tile."""
     tiles, is_step = [], []
     found = call.seeing(tables, call.group_of(place.group), place.tile)
     for visits, step, (first, count) in zip(call.visits, place.step, found, strict=True):
@@ -219,13 +223,13 @@ def _seeing(call: Call, place: GridIndices, tables: Sequence[Any]) -> tuple[list
 
 
 def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Compute the gradients of keys and values; for arguments see :func:`query_gradient`.
+    """Compute the gradients of keys and values. The arguments are those of :func:`query_gradient`.
 
-    Logits are ``[keys, queries]``, so that products with queries and cotangents need no transpose. A program processes
-    the query heads of its key head one after the other.
+    Logits are ``[keys, rows]``, so that products with queries and cotangents need no transpose. A program processes the
+    query heads that share its key head one after the other.
     """
     _, key, value, _, _, scale = arrays
-    # A program owns a key tile. Its steps are the query heads of the key head, and the query tiles of each head.
+    # A program owns a key tile. For each query head that shares the key head, it has one step per query tile.
     heads = call.queries.heads // call.keys.heads
     steps = [heads, *(max(visits.most_tiles, 1) for visits in call.visits)]
     programs = call.leading // heads * call.queries.blocks, call.groups, *call.keys.grid, *steps

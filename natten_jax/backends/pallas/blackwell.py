@@ -1,8 +1,9 @@
 """The ``blackwell`` backend: tensor memory and ``tcgen05`` products for compute capability 10.0 and 10.3.
 
-A query tile has 128 tokens; in the forward pass it may also have 256, processed as two halves. A box of keys has 128
-tokens. Extents are powers of two, and the last extent is a multiple of ``PIECE``, the unit in which lines of tokens are
-copied. Tiles are ranked by the time model, whose coefficients are computed, not measured.
+A query tile has 128 tokens. In the forward pass, it may also have 256 tokens, which are processed as two halves. A box
+of keys has 128 tokens. The extents of tiles and boxes are powers of two, and the last extent is a multiple of ``PIECE``
+(8 tokens). The time model ranks the tiles. Its coefficients for this backend were not measured: they are derived from
+the throughput of the hardware.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 
-#: First JAX release whose Pallas supports the kernels.
+#: The first JAX release with a version of Pallas that can compile the kernels.
 OLDEST_JAX = 0, 12
 
 
@@ -47,20 +48,20 @@ class BlackwellBackend(Backend):
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
-        """Return why the kernels cannot run a pass, for example because JAX is too old to compile them."""
+        """Return the reason why the kernels cannot run a pass, for example that JAX is too old to compile them."""
         reason = super().rejection(problem, device, pass_)
         return reason or (missing_in_jax() if device.is_present else None)
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Return query and key/value tile shapes of a pass, the recommended pair first."""
+        """Return the pairs of query and key/value tile shapes to choose from for a pass, the recommended pair first."""
         return [pair for pair, _ in _ranked(self.family, problem, pass_)]
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Return True if the kernels support a pair of tiles, even if :meth:`tile_pairs` does not list it."""
+        """Return True if the kernels support a pair of tiles. :meth:`tile_pairs` need not list the pair."""
         return super().offers(problem, device, pass_, pair) and are_supported(pair, pass_)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
-        """Compute output, logsumexp and remainder."""
+        """Compute the output, the logsumexp, and its remainder."""
         _check_jax(self.family)
         from natten_jax.backends.pallas._blackwell_kernels import forward
 
@@ -76,7 +77,7 @@ class BlackwellBackend(Backend):
 
 
 def missing_in_jax() -> str | None:
-    """Return why the installed JAX cannot compile the kernels; ``None`` if it can."""
+    """Return the reason why the installed JAX cannot compile the kernels; ``None`` if it can."""
     if jax.__version_info__ < OLDEST_JAX:
         return f"its kernels are written in Pallas as JAX has it from {'.'.join(map(str, OLDEST_JAX))} on"
     return None
@@ -88,7 +89,7 @@ def _check_jax(family: str) -> None:
 
 
 def tile_sizes(pass_: Pass) -> tuple[tuple[int, int], ...]:
-    """Return the supported pairs of sizes: tokens per query tile, and tokens per box of keys."""
+    """Return the supported pairs of tile sizes: tokens per query tile, and tokens per key/value tile (box of keys)."""
     return ((256, 128), (128, 128)) if pass_ == "forward" else ((128, 128),)
 
 
@@ -98,7 +99,7 @@ def are_supported(pair: TilePair, pass_: Pass) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _ranked(family: str, problem: Problem, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
-    """Return pairs of tiles with the seconds that the model predicts, the fastest first."""
+    """Return all supported pairs of tiles, each with its predicted seconds, the fastest pair first."""
     pairs = [pair for sizes in tile_sizes(pass_) for pair in tile_pairs_of_sizes(*sizes, problem.rank)]
     supported = [pair for pair in pairs if are_supported(pair, pass_)]
     return tuple(rank(shortened(problem), supported, pass_, calibration_for(family)))

@@ -1,7 +1,8 @@
 """The ``tpu`` backend: Pallas kernels for TPUs, and a model that ranks their tiles.
 
-The model counts instruction bundles (VLIW); a core of a TPU issues one bundle per cycle. It is fitted to the output of
-the TPU compiler for v5e (``bench/tpu_bundles.py``). Use it to rank tiles, not to predict times.
+The model estimates the number of instruction bundles (VLIW) that a pass executes. A TPU core issues one bundle per
+cycle. The coefficients are fitted to bundle counts of programs that the TPU compiler generates for v5e
+(``bench/tpu_bundles.py``). Use the model to rank tiles, not to predict times.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import EDGES, Axis
 
-#: Maximum tokens per query tile, and per box of keys.
+#: Maximum number of tokens in a query tile, and in a box of keys.
 LARGEST_TILE, LARGEST_BOX = 1024, 32768
-#: Maximum bytes of a query tile (in the backward pass also of a key tile), and of a box of keys with its values. Two
-#: boxes must fit into VMEM.
+#: ``_MOST_BYTES`` is the maximum size of a query tile in bytes, and in the backward pass also of a key tile.
+#: ``_MOST_BOX_BYTES`` is the maximum size in bytes of the keys and values of a box. Two boxes must fit into VMEM.
 _MOST_BYTES, _MOST_BOX_BYTES = 512 * 1024, 5_600_000
-#: Bundles per grid step, per chunk, and per row of a tile.
+#: Bundles per grid step, per chunk of keys, and per row of a tile.
 _STEP, _CHUNK, _ROW = 220, 50, 1.05
-#: Bundles of a program whose keys are a single chunk: per program, per head or pack, and per row.
+#: Bundles if every query tile sees at most one chunk: per program, per head or pack, and per row of a tile.
 _PROGRAM, _PER_PACK, _PER_ROW = 300, 10, 0.6
-#: Bundles per token of an array that XLA pads.
+#: Bundles for padding by XLA, per token of the padded array.
 _PADDED = 0.5
-#: Latency in bundles of the products of a chunk with at most 128 rows, and with more rows.
+#: Latency of the matrix products of a chunk, in bundles: with at most 128 rows, and with more rows.
 _LATENCY_OF_FEW_ROWS, _LATENCY = 180, 80
-#: Bundles of the softmax of 1024 logits, and bundles of the product of 128 rows and a 128 x 128 matrix.
+#: Bundles of the softmax of 1024 logits, and bundles of the product of a 128 x 128 matrix with 128 rows.
 _SOFTMAX, _PRODUCT = 2.5, 32.0
 #: Number of matrix units of a v5e core.
 _UNITS = 4
-#: Matrix products per step of each kernel.
+#: Number of matrix products per block of logits in each kernel.
 _FORWARD, _QUERY_GRADIENT, _KEY_GRADIENTS = 2, 3, 4
-#: Number of pairs of tiles that ``recommended`` returns.
+#: Maximum number of pairs of tiles that ``recommended`` returns.
 _LISTED = 6
 
 
 def _largest_tiles(problem: Problem, device: Device, pass_: Pass) -> tuple[int, int]:
-    # A tile has one row per token and per head of a pack.
+    # A tile has one row for each pair of a token and a head of the pack.
     tile = LARGEST_TILE // pack_size(problem.heads, problem.heads_kv, (problem.head_dim, problem.head_dim_v))
     return tile, LARGEST_BOX if pass_ == "forward" else tile
 
@@ -76,15 +77,15 @@ class TpuBackend(Backend):
     )
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
-        """Return query and key/value tile shapes of a pass, the recommended pair first."""
+        """Return the pairs of query and key/value tile shapes to choose from for a pass, the recommended pair first."""
         return recommended(problem, pass_)
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Return True if the kernels support a pair of tiles: the last extents must fill whole registers."""
+        """Return True if the kernels support a pair of tiles. The last extents must fill whole registers."""
         return super().offers(problem, device, pass_, pair) and all(tile[-1] % alignment(problem) == 0 for tile in pair)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:
-        """Compute output, logsumexp and remainder."""
+        """Compute the output, the logsumexp, and its remainder."""
         from natten_jax.backends.pallas._tpu_kernels import forward
 
         call = call_of(plan, operands, alignment(plan.problem))
@@ -97,7 +98,7 @@ class TpuBackend(Backend):
 
         call, inputs = call_of(plan, operands, alignment(plan.problem)), operands.inputs
         out_gradient = call.queries.laid_out(cotangents.out.astype(inputs.query.dtype))
-        # The logsumexp, cotangent and delta of padding are 0, so that padding adds 0 to gradients.
+        # The logsumexp, cotangent and delta of padding queries are 0, so that these queries add 0 to gradients.
         statistics = call.queries.in_tiles(common.saved_statistics(saved, cotangents))
         scales = _scales(plan, operands)
         arrays = *call.laid_out(inputs), out_gradient, statistics, scales
@@ -112,10 +113,11 @@ class TpuBackend(Backend):
 
 
 def _scales(plan: Plan, operands: Operands) -> jax.Array:
-    """Return the scales of the logits, float32 ``[batch * heads]``, or ``[1]`` if all heads share one scale.
+    """Return the scales of the logits in float32: ``[batch * heads]``, or ``[1]`` if all heads share one scale.
 
     Raises:
-        ValueError: Each head has a separate scale, and the batch size is symbolic. Kernels load all scales together.
+        ValueError: The scale is an array, and the batch size is symbolic. The kernels load the scales of all batch
+            entries at once.
     """
     scale = operands.inputs.scale
     if scale is None:
@@ -130,13 +132,13 @@ def _scales(plan: Plan, operands: Operands) -> jax.Array:
 
 
 def alignment(problem: Problem) -> int:
-    """Return the number of tokens that fill a register along the last token dimension."""
+    """Return the number of consecutive tokens, along the last token dimension, that fill a register."""
     return 16 if problem.dtype == "bfloat16" else 8
 
 
 @functools.lru_cache(maxsize=1024)
 def recommended(problem: Problem, pass_: Pass) -> list[TilePair]:
-    """Return query and key/value tiles, the fastest first."""
+    """Return the pairs of query and key/value tiles with the fewest estimated bundles, the fastest first."""
     model, step = _Model(problem), alignment(problem)
     token_bytes = problem.element.bytes * sum(-(-width // LANES) * LANES for width in model.widths)
     most = min(LARGEST_TILE, 2 * _MOST_BYTES // token_bytes) // model.heads
@@ -155,41 +157,44 @@ def recommended(problem: Problem, pass_: Pass) -> list[TilePair]:
 
 
 class _Model:
-    """A model of the number of bundles that a pass executes.
+    """A model of the number of instruction bundles that a pass executes.
 
     Attributes:
         axes: Token dimensions.
-        heads: Heads per pack.
-        leading: Maximum number of packs per program, or of heads if heads are not packed.
-        widths: Elements per row of queries and keys, and per row of values.
-        steps: Tokens per register along each token dimension.
+        heads: Heads per pack; 1 if heads are not packed.
+        leading: Number of packs, or of heads if they are not packed, over all batch entries. A program of the forward
+            pass may process several of them. 1 if query heads share key heads, so that a program processes one head.
+        widths: Elements per token of a pack (or head): of queries and keys, and of values.
+        steps: Box starts and box extents are multiples of these numbers of tokens: :func:`alignment` along the last
+            token dimension, 1 along the others.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.axes = problem.axes
         widths = problem.head_dim, problem.head_dim_v
         self.heads = pack_size(problem.heads, problem.heads_kv, widths)
-        # A program processes one head if query heads share keys.
+        # If query heads share key heads, a program processes one head.
         leading = problem.batch * (1 if self.heads > 1 else problem.heads)
         self.leading = leading if problem.heads == problem.heads_kv else 1
         self.widths = [width * self.heads for width in widths]
         self.steps = *(1 for _ in problem.axes[1:]), alignment(problem)
 
     def forward(self, spans: Sequence[Sequence[int]], q_tile: Shape, box: Shape) -> float:
-        """Return the bundles of the forward pass of a pack."""
+        """Return the bundles that the forward pass of one pack takes."""
         rows = self.heads * math.prod(q_tile)
         chunks, padded = Chunks.for_rows(box, rows, self.steps[-1]), self._padding(q_tile)
         dilated = math.prod(axis.dilation for axis in self.axes)
         tiles = math.prod(map(len, spans)) * dilated
         boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, box, strict=True)]
         if chunks.number == 1 and max(map(max, boxes)) == 1:
-            # A program processes several packs, and each pack hides the latency of the other packs.
+            # A program processes several packs, whose computations overlap, so no latency is added.
             columns, depth = -(-chunks.keys // LANES), -(-max(self.widths) // LANES)
             products = _FORWARD * rows / LANES * columns * depth * _PRODUCT
             program = _PROGRAM / packs_of_program(self.leading, rows * chunks.keys)
             return padded + tiles * (program + _PER_PACK + _PER_ROW * rows + products)
         programs = math.prod(max(each) * len(each) for each in boxes)
-        # Along the dimension that chunks divide, programs skip keys after the last key that the tile sees.
+        # Along the dimension that chunks divide (`chunks.cut`), programs skip keys after the last key that the tile
+        # sees.
         visited = 1.0
         for dim, (each, extent) in enumerate(zip(spans, box, strict=True)):
             whole = [-(-span // extent) * extent for span in each]
@@ -200,7 +205,7 @@ class _Model:
         return padded + steps + tiles * _ROW * rows
 
     def _padding(self, q_tile: Shape) -> float:
-        """Return the bundles in which XLA pads queries to whole tiles, and aligns keys and values to box starts."""
+        """Return the bundles that XLA takes to pad queries to whole tiles, and to pad and align keys and values."""
         own = math.prod(axis.query_extent // axis.dilation for axis in self.axes)
         others = math.prod(axis.kv_extent // axis.dilation for axis in self.axes)
         groups, queries, keys = 1, 1, 1
@@ -211,7 +216,7 @@ class _Model:
         return _PADDED * groups * ((queries if queries != own else 0) + (2 * keys if keys != others else 0))
 
     def backward(self, spans: Sequence[Sequence[int]], q_tile: Shape, kv_tile: Shape) -> float:
-        """Return the bundles of the backward pass of a dilation group of a pack."""
+        """Return the bundles that the backward pass takes for one pack and one dilation group."""
         rows, keys = self.heads * math.prod(q_tile), math.prod(kv_tile)
         boxes = [[-(-span // extent) for span in each] for each, extent in zip(spans, kv_tile, strict=True)]
         visited, programs = math.prod(map(sum, boxes)), math.prod(max(each) * len(each) for each in boxes)
@@ -221,7 +226,8 @@ class _Model:
         query_bundles += math.prod(map(len, spans)) * 2 * _ROW * rows
         pairs = zip(self.axes, kv_tile, strict=True)
         kv_tiles = [-(-axis.kv_extent // axis.dilation) / extent for axis, extent in pairs]
-        # Estimated number of pairs of a key tile and a query tile that sees it; at least one pair per key tile.
+        # Estimated number of pairs of a key tile and a query tile that visits it. At least one pair per key tile is
+        # assumed.
         seen = math.prod(
             max(1.0, sum(span / kv + 1 for span in each) / math.ceil(tiles)) * math.ceil(tiles)
             for each, kv, tiles in zip(spans, kv_tile, kv_tiles, strict=True)
@@ -229,7 +235,7 @@ class _Model:
         return query_bundles + seen * key_step + math.prod(kv_tiles) * 2 * _ROW * keys
 
     def _products(self, rows: int, keys: int, products: int) -> float:
-        """Return the bundles of the products and the softmax of a block of logits."""
+        """Return the bundles of one block of logits: the matrix products and the softmax, which overlap."""
         columns, depth = -(-keys // LANES), -(-max(self.widths) // LANES)
         bundles = products * rows / LANES * columns * depth * _PRODUCT
         if columns % _UNITS:
@@ -238,7 +244,11 @@ class _Model:
 
 
 def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Shape]:
-    """Yield boxes of at most ``most`` keys, the largest first; a hull is divided along its first dimensions first."""
+    """Yield boxes of at most ``most`` keys, the largest first.
+
+    ``hull`` has the extents of the largest hull of a tile: the box of all keys that its queries see. The hull is
+    divided into equal boxes along the first dimension, then also along the next one.
+    """
     box = [*hull]
     for dim, step in enumerate(steps):
         for count in range(1, hull[dim] // step + 1):
@@ -249,7 +259,11 @@ def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Sha
 
 @functools.lru_cache(maxsize=4096)
 def _spans(axis: Axis, tile: int, step: int) -> tuple[int, ...]:
-    """Return the hull size in keys of each query tile of a dilation group, after aligning hull starts to ``step``."""
+    """Return the extent in keys of each query tile's hull along a dimension, for one dilation group.
+
+    The hull is the range of keys that at least one query of the tile sees. Its start is rounded down to a multiple of
+    ``step``.
+    """
     queries, keys = (-(-extent // axis.dilation) for extent in (axis.query_extent, axis.kv_extent))
     first, end = axis.bounds(np.arange(queries), (queries, keys))
     before = common.before_keys(axis, tile, step)
@@ -260,7 +274,11 @@ def _spans(axis: Axis, tile: int, step: int) -> tuple[int, ...]:
 
 
 def _shapes(lengths: Sequence[int], step: int, most: int) -> Iterator[Shape]:
-    """Yield tiles that divide each dimension into about equal parts."""
+    """Yield candidate tiles of at most ``most`` tokens.
+
+    An extent is a power of two, or divides its dimension into about equal parts. The last extent is a multiple of
+    ``step``.
+    """
     *leading, last = lengths
     last_lengths = {-(-length // step) * step for length in _parts(last, most)}
     aligned = {length // LANES * LANES for length in last_lengths if length > LANES}
@@ -270,6 +288,6 @@ def _shapes(lengths: Sequence[int], step: int, most: int) -> Iterator[Shape]:
 
 
 def _parts(length: int, most: int) -> list[int]:
-    """Return candidate lengths of at most ``most``: ``length`` divided by powers of two, and powers of two."""
+    """Return candidate extents of at most ``most``: powers of two, and ``length`` divided by powers of two."""
     whole = {-(-length // 2**i) for i in range(length.bit_length() + 1)}
     return sorted(part for part in whole | {2**i for i in range(length.bit_length())} if part <= most)
