@@ -1,8 +1,9 @@
-"""Attention problems of published models, from which the tables of tuned configurations are made.
+"""Attention problems of published models. ``tune_models.py`` tunes them for the package's tables of configurations.
 
-Layouts are the tokens of a model at its published resolution: pixels and frames divided by the downsampling factors of
-the encoder and the patches. Videos have batch size 1, in generation and in training; batches of images are one device's
-share of a training batch. The most important problems come first.
+A problem has the layout of the model's tokens at the published resolution. The extents are the numbers of frames and
+pixels, divided by the downsampling factor of the encoder and by the patch size. For videos, the batch size is 1, as in
+generation and in training. For images, the batch is one device's share of a training batch. The most important problems
+come first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class ModelProblem:
 
     Attributes:
         model: Name of the model.
-        layers: Layers with this attention.
+        layers: Description of the layers that have this attention.
         source: Publication that states the shapes.
         benchmark: The problem.
     """
@@ -32,7 +33,7 @@ class ModelProblem:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Name of the model and description of the layers."""
         return f"{self.model}, {self.layers}"
 
 
@@ -72,7 +73,7 @@ def _more_videos() -> Iterator[ModelProblem]:
 
 
 def _cosmos(model: str, frames: int, heads: int) -> Iterator[ModelProblem]:
-    """Yield problems with windows over all frames."""
+    """Yield the problems of a Cosmos model. Each window contains all frames."""
     for window, stride, dilation in (
         ((12, 24), (4, 8), (1, 1)),
         ((20, 40), (4, 8), (1, 1)),

@@ -1,8 +1,8 @@
-"""Time one device's part of a split problem with tiles tuned for the whole layout, and with tiles for the part.
+"""Time one device's part of a split problem with two choices of tiles: for the whole layout, and for the part.
 
-The problem is split over several devices, but this program needs only one device.
-
-The device gets a middle part with its halos; nothing is exchanged. Both choices of tiles alternate.
+In the problem, a layout is split over several devices. This program runs on one device. The device computes a part in
+the middle of the layout, and has the halos of this part from the start: nothing is exchanged. Passes with the two
+choices of tiles alternate in one process.
 
 Example:
     python bench/run.py part_tiles --json bench/results/h200/part_tiles.json
@@ -39,7 +39,7 @@ WHOLE, PART = "tiles for the whole layout", "tiles for the part"
 
 
 def measure(curve: Curve, devices: int, pass_: Pass, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure a row; return only the tiles if both choices are equal."""
+    """Time a pass with both choices of tiles. If the choices are equal, return the tiles without times."""
     problem, parts = curve.share(devices), curve.parts(devices)
     whole = Request(problem, backend=str(BackendId(options.family, problem.operator)))
     requests = {WHOLE: whole, PART: dataclasses.replace(whole, parts=parts)}
@@ -72,7 +72,7 @@ def measure(curve: Curve, devices: int, pass_: Pass, options: argparse.Namespace
 
 
 def draw(curve: Curve, halos: Sequence[Halo]) -> tuple[Operands, jax.Array]:
-    """Draw the operands of the middle device, halos included, and the cotangent of its output."""
+    """Draw random operands of the middle device, including its halos, and the cotangent of the device's output."""
     benchmark = curve.on_one.benchmark
     starts = [halo.parts // 2 * halo.part for halo in halos]
     held = [halo.held(start) for halo, start in zip(halos, starts, strict=True)]
@@ -99,7 +99,7 @@ def cut(array: jax.Array, starts: Sequence[int], lengths: Sequence[int]) -> jax.
 
 
 def main() -> int:
-    """Measure, print a table, save."""
+    """Measure the selected rows, print a line per row and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [curve.name for curve in curves("strong", is_small=False) if not curve.is_over_heads]
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8], help="numbers of devices to split over")

@@ -1,9 +1,9 @@
-"""Time a pass against the dense self attention of cuDNN and of JAX for the same layout, on an NVIDIA GPU.
+"""Compare a pass with dense self attention over the same layout, by cuDNN and by JAX, on an NVIDIA GPU.
 
-Times are the device time of all kernels that an operator launches, from profiler traces. All implementations alternate
-in one process, because a GPU's clock rate falls under load; a speed-up is the median over turns of the ratio of times.
-Each program is timed in two modes: with a pause before each turn, and with the device kept busy. Different element
-types alternate as well.
+Each time is the device time of all kernels that an operator launches, from profiler traces. All implementations
+alternate in one process, because a GPU's clock rate falls under load. A speed-up is the ratio of another
+implementation's time to natten_jax's time, as the median over turns. Each program is timed in two modes: with a pause
+before each turn, and with the device kept busy. If several element types are given, they alternate as well.
 
 Example:
     python bench/run.py peers --problems 2d 2d-s16 --json results.json --plot results.png
@@ -33,7 +33,10 @@ OURS = "natten_jax"
 
 
 def draw(benchmark: Benchmark) -> list[jax.Array]:
-    """Draw the output's cotangent, query, key, value and additional tokens at random: trivial data runs faster."""
+    """Draw the output's cotangent, query, key, value, and the additional keys and values, if the problem has them.
+
+    The values are random, because kernels run faster on trivial data.
+    """
     shapes = (
         [benchmark.shape] * 2
         + [benchmark.kv_shape] * 2
@@ -44,7 +47,10 @@ def draw(benchmark: Benchmark) -> list[jax.Array]:
 
 
 def prepare(benchmark: Benchmark, names: Sequence[str], pass_: Pass, family: str | None) -> dict[str, Runner | str]:
-    """Compile the pass of each implementation, or return the error message: peers do not support every problem."""
+    """Compile a pass with each implementation; return an error message instead of a pass that fails.
+
+    Passes fail because not every implementation supports every problem.
+    """
     drawn: dict[str, list[jax.Array]] = {}
     runners: dict[str, Runner | str] = {}
     for name in names:
@@ -72,14 +78,14 @@ def measure(
     family: str | None = None,
     modes: Sequence[str] = MODES,
 ) -> list[dict[str, Any]]:
-    """Measure one problem; return the figures of each element type.
+    """Time a pass of a problem with each implementation; return the figures of each element type.
 
     Args:
         benchmark: The problem.
-        turns: Turns of each implementation in each mode.
+        turns: Number of turns of each implementation in each mode.
         pass_: The pass.
-        dtypes: Element types. Empty: the problem's dtype.
-        names: Implementations. Empty: the problem's defaults.
+        dtypes: Element types. If empty, the element type of ``benchmark``.
+        names: Names of implementations. If empty, the default implementations for ``benchmark``.
         family: Backend family of natten_jax; ``None`` selects the default backend.
         modes: Modes to measure.
     """
@@ -110,7 +116,7 @@ def measure(
 
 
 def print_row(name: str, result: dict[str, Any]) -> None:
-    """Print a line per mode, then the implementations that failed."""
+    """Print a line per mode, then a line for each implementation that failed."""
     for mode in MODES:
         figures = result.get(mode)
         if figures is None or "tflops" not in figures:
@@ -124,7 +130,7 @@ def print_row(name: str, result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Measure, print a table and save; return 1 if natten_jax could not run a problem."""
+    """Measure the problems, print a table and save the figures; return 1 if natten_jax could not run a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--pass", dest="pass_", choices=PASSES, default="forward")

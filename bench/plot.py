@@ -48,7 +48,7 @@ _BASELINE_NAMES = {"cudnn": "cuDNN", "xla": "XLA", "mosaic": "JAX's Mosaic kerne
 
 
 def draw_speedups(record: Mapping[str, Any], path: Path, baseline: str = "cudnn") -> None:
-    """Draw a record of peers.py: a dot for each problem and mode that natten_jax and the baseline ran."""
+    """Draw a record of peers.py: natten_jax's speedup over the baseline, for each problem and mode."""
     results = record["results"]
     rows = [name for name, each in results.items() if any(_speedups_by_mode(each, baseline))]
     if not rows:
@@ -73,7 +73,7 @@ def draw_speedups(record: Mapping[str, Any], path: Path, baseline: str = "cudnn"
 
 
 def _speedups_by_mode(result: Mapping[str, Any], baseline: str) -> dict[str, float]:
-    """Return the speedups of one problem, by mode."""
+    """Return natten_jax's speedups over the baseline for one problem, by mode."""
     found = {mode: result.get(mode, {}).get("speedup", {}).get(baseline) for mode in MODES}
     return {mode: speedup for mode, speedup in found.items() if speedup is not None}
 
@@ -86,7 +86,10 @@ _TICKS_OF_GROUPS = {"sliding": (0.5, 1, 2), "video": (1, 2, 4)}
 
 
 def draw_beside_cudnn(record: Mapping[str, Any], path: Path, group: str) -> None:
-    """Draw a group of beside_cudnn.py's problems: a dot per problem and pass; for videos also the ratio of pairs."""
+    """Draw a group of problems from a record of beside_cudnn.py: the speedup over cuDNN for each problem and pass.
+
+    For videos, a second dot shows the number of all query-key pairs, divided by the number of visible pairs.
+    """
     rows = record["results"][group]
     panels = {f"{pass_} pass": _points_of_group(rows, pass_, group) for pass_ in PASSES}
     environment = record["environment"]
@@ -110,7 +113,7 @@ _CPU_TICKS = 1, 4, 16, 64
 
 
 def draw_cpu(record: Mapping[str, Any], path: Path) -> None:
-    """Draw a record of cpu_kernels.py: the speedup over dense attention of each implementation, problem and pass."""
+    """Draw a record of cpu_kernels.py: each implementation's speedup over dense attention, per problem and pass."""
     problems = list(dict.fromkeys(each["problem"] for each in record["results"]))
     times = {
         (each["problem"], each["pass"], each["implementation"]): each["times_cpu_fna"] for each in record["results"]
@@ -148,7 +151,7 @@ _PEERS_TICKS = 1, 2, 4, 8, 16
 
 
 def draw_peers(record: Mapping[str, Any], path: Path) -> None:
-    """Draw times of other implementations: the speedup over cuDNN of each implementation, problem and pass."""
+    """Draw ``peers.json``: the speedup of each of several libraries over cuDNN, for each problem and pass."""
     problems = record["problems"].values()
     speedups = {
         f"{pass_} pass": {
@@ -164,9 +167,9 @@ def draw_peers(record: Mapping[str, Any], path: Path) -> None:
         save(dots(names, speedups, about, _PEERS_TICKS), path)
 
 
-#: Programs of small.py, and their labels in the picture.
+#: Labels of small.py's programs in the picture, by the program's name.
 _SMALL_SIDES = {"natten_jax": "natten_jax", "cutlass-large": "kernels for large windows", "cudnn": "cuDNN, dense"}
-#: Row labels in the picture.
+#: Labels of small.py's rows in the picture, by the row's name.
 _SMALL_NAMES = {
     **{f"NAT s{stage}": f"NAT, stage {stage}" for stage in range(1, 5)},
     "DiNAT s1": "DiNAT, stage 1",
@@ -185,7 +188,7 @@ _SMALL_TICKS = 1, 2, 4, 8, 16, 32
 
 
 def draw_small(record: Mapping[str, Any], path: Path) -> None:
-    """Draw a record of small.py: times relative to a copy of the same bytes, for each program, problem and pass."""
+    """Draw a record of small.py: each program's time relative to the time of a copy, for each problem and pass."""
     names = list(dict.fromkeys(each["row"] for each in record["records"]))
     found = {(each["row"], each["pass"]): each["sides"] for each in record["records"]}
     times = {
@@ -210,7 +213,7 @@ def draw_small(record: Mapping[str, Any], path: Path) -> None:
         )
 
 
-#: Row labels in the picture.
+#: Labels of tpu_bundles.py's rows in the picture, by the row's name.
 _TPU_NAMES = {
     "1-D causal w2048": "sequence, causal,\nwindow 2048",
     "2-D 256x256 w80": "image 256x256,\nwindow 80x80",
@@ -218,13 +221,16 @@ _TPU_NAMES = {
     "NAT s1": "NAT, stage 1",
     "64x64 k7": "image 64x64,\nwindow 7x7",
 }
-#: Name of an implementation in a record, name of its count, and label in the picture.
+#: For each implementation: its name in a record, the name of the count to draw, and its label in the picture.
 _TPU_SIDES = ("splash", "bundles", "splash"), ("flex", "program", "plain JAX"), ("dense", "bundles", "dense")
 _TPU_TICKS = 1, 2, 4, 8
 
 
 def draw_tpu_bundles(records: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draw records of tpu_bundles.py: bundles of the forward pass relative to natten_jax, with a panel per chip."""
+    """Draw records of tpu_bundles.py: each implementation's bundles in the forward pass, relative to natten_jax's.
+
+    Each panel shows one chip.
+    """
     rows = [name for name in _TPU_NAMES if all(name in record["results"] for record in records.values())]
     panels: dict[str, dict[str, dict[int, float]]] = {}
     for chip, record in records.items():
@@ -242,7 +248,7 @@ def draw_tpu_bundles(records: Mapping[str, Mapping[str, Any]], path: Path) -> No
         save(dots([_TPU_NAMES[name] for name in rows], panels, about, _TPU_TICKS, row_height=0.5), path)
 
 
-#: Methods by name, with their color and marker.
+#: Color and marker of each method, by the method's name.
 _FP8_WAYS = {
     'fp8="e4m3"': (BLUE, "o"),
     "e4m3, a factor for each tensor": (ORANGE, "s"),
@@ -285,14 +291,17 @@ _EVENT_KINDS = {"kernels of attention": BLUE, "copies and merging": LIGHT_BLUE, 
 
 
 def _kind_of(event: dict[str, Any]) -> str:
-    """Return the kind of an event."""
+    """Return the kind of an event, which is a key of ``_EVENT_KINDS``."""
     if event["is exchange"]:
         return "exchange"
     return "kernels of attention" if "natten_jax" in event["symbol"] else "copies and merging"
 
 
 def _draw_lanes(axes: Axes, events: Sequence[dict[str, Any]], first: float, last: float) -> None:
-    """Draw the events between two times in milliseconds, in two lanes for each device."""
+    """Draw the events between the times ``first`` and ``last``, in milliseconds.
+
+    Each device has two lanes. The second lane shows the halo exchanges.
+    """
     for event in events:
         start, end = max(event["start"], first), min(event["start"] + event["milliseconds"], last)
         if start < end:
@@ -303,7 +312,10 @@ def _draw_lanes(axes: Axes, events: Sequence[dict[str, Any]], first: float, last
 
 
 def draw_halos(record: Mapping[str, Any], path: Path, row: str | None = None) -> None:
-    """Draw the timeline of a row of several_devices.py, by default of the first row: the whole pass, and its start."""
+    """Draw the timeline of a row from a record of several_devices.py, by default of the first row.
+
+    One panel shows the whole pass, and one panel shows its start.
+    """
     results = record["results"]
     events = results[row or next(iter(results))]["timeline"]
     end = max(event["start"] + event["milliseconds"] for event in events)
@@ -330,7 +342,7 @@ def _halos_chart(events: Sequence[dict[str, Any]], end: float) -> Figure:
 
 _COLUMNS = 2
 
-#: Colors by the split dimension, the first word of a split's name.
+#: Color of a curve, by the dimension that is split. This dimension is the first word of the split's name.
 _SPLIT_COLORS = {
     "time": RED,
     "height": LIGHT_BLUE,
@@ -343,10 +355,12 @@ _STRIDE_MARKERS = "os^Dv"
 
 
 def draw_scaling(record: Mapping[str, Any], path: Path, splits: Sequence[str] | None = None) -> None:
-    """Draw a record of scaling.py: a panel for each kind of scaling, family and pass, and a curve per named split.
+    """Draw a record of scaling.py, with a panel for each combination of a kind of scaling, a backend family and a pass.
+
+    A panel has a curve for each of the ``splits``, or for all splits of the record if ``splits`` is ``None``.
 
     Raises:
-        ValueError: The record has no row with such a split.
+        ValueError: The record has no speed-ups of these splits.
     """
     rows = [row for row in record["results"].values() if splits is None or row["split"] in splits]
     rows = [row for row in rows if _speedups(row, "measured") or _speedups(row, "predicted")]
@@ -444,12 +458,12 @@ DRAWINGS: Mapping[str, Callable[..., None]] = {
     "halos": draw_halos,
     "scaling": draw_scaling,
 }
-#: Command-line option of each kind of record.
+#: Command-line option that is passed to the drawing function, by kind of record.
 _OPTIONS = {"speedups": "baseline", "halos": "row", "scaling": "splits"}
 
 
 def main() -> None:
-    """Draw a record, or a folder of records."""
+    """Draw the picture of a record, or of all records in a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=DRAWINGS)
     parser.add_argument("record", type=Path, help="a file; for tpu-bundles a folder with a file per chip")

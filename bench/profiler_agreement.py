@@ -1,11 +1,17 @@
 """Check the profiler's device times against the wall clock.
 
-A program runs a problem n times in a row. It is timed in three ways: by its trace, as the profiler does; by the wall
-clock during the traced run; and by the wall clock in a replay without the profiler, after an equal pause, because a GPU
-that is kept busy runs slower. The time per run is a difference quotient between two values of n, which cancels the cost
-of launching and synchronising. Between two dependent launches the device is idle for a few microseconds, which are not
-part of any kernel's time. The trace's span, from the start of the first kernel to the end of the last, includes these
-gaps.
+A program repeats a problem n times. The program is timed in three ways:
+
+- from its trace, as the profiler does;
+- by the wall clock, while it is traced;
+- by the wall clock in replays, which are not traced. A pause precedes the replays, because a GPU that is kept busy runs
+  slower.
+
+Programs with two different values of n are timed. The time per repetition is the difference of the two times, divided
+by the difference of the values of n, so that the cost of launching and synchronising cancels.
+
+Between two dependent launches, the device is idle for a few microseconds. Kernel times do not include these gaps. The
+span of the trace, from the start of the first kernel to the end of the last kernel, includes them.
 
 Example:
     python bench/run.py profiler_agreement --json bench/results/h200/profiler_agreement.json
@@ -44,16 +50,16 @@ PROBLEMS = (
     "-i 256 256 -n 24 -d 128 -w 80 80 -s 16 16",
     "-i 32768 -d 128 --backend cudnn",
 )
-#: Number of runs in the shorter and the longer program.
+#: Number of repetitions in the shorter and in the longer program.
 RUNS = 10, 50
-LONG_RUNS = 3, 9  # for problems that take milliseconds
+LONG_RUNS = 3, 9  # for problems that take more than 2 milliseconds
 ITERATIONS = 2
 ROUNDS = 5
 PAUSE = 0.2  # seconds
 
 
 def repeated(options: Options, runs: int, name: str) -> Callable[..., Any]:
-    """Repeat the problem ``runs`` times, each run ordered after the previous one."""
+    """Return a function that repeats the problem ``runs`` times. Each run starts after the previous one has ended."""
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.Array]:
         outputs: list[jax.Array] = []
@@ -83,7 +89,7 @@ def wall_seconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) ->
 
 
 def measure(line: str) -> dict[str, Any]:
-    """Measure a problem with each clock, in microseconds."""
+    """Measure the time per repetition of a problem in each way, in microseconds."""
     options = parse([*line.split(), "--dtype", "bf16"])
     arrays = make_inputs(options)
     platform = default_device().platform
@@ -125,12 +131,12 @@ def busy_seconds(events: Sequence[Event]) -> float:
 
 
 def span_seconds(events: Sequence[Event]) -> float:
-    """Return the seconds from the start of the first kernel to the end of the last."""
+    """Return the seconds from the start of the first kernel to the end of the last kernel."""
     return (max(event.start + event.duration for event in events) - min(event.start for event in events)) / 1e9
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure the problems, print a table and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Count the Python calls inside this package during tracing, lowering and compilation of a program.
+"""Count the calls of natten_jax's Python functions while JAX traces, lowers and compiles a program.
 
 Each case runs in a separate process. The first call of a program takes the time of these calls in addition to JAX's and
-XLA's time. The counts do not depend on machine load, but they depend on the Python version: 3.12 does not count
-comprehensions. Decisions are choices of a backend for a pass.
+XLA's time. The counts do not depend on machine load, but they depend on the Python version: since Python 3.12, a
+comprehension is not a call. The printed number of decisions counts how often a backend was chosen for a pass.
 
 Example:
     python bench/run.py python_calls
@@ -30,7 +30,7 @@ from natten_jax import na2d
 from natten_jax.sharding import auto
 
 PACKAGE = str(Path(natten_jax.__file__).parent)
-#: Number of devices along height and width; (1, 1) runs without a mesh.
+#: Cases by name: the number of devices along height and along width. Cases with (1, 1) run without a mesh.
 WAYS = {
     "forward": (1, 1),
     "gradient": (1, 1),
@@ -41,7 +41,7 @@ STAGES = "trace", "lower", "compile"
 
 
 class Calls:
-    """A counter of calls of this package's functions, by file and name."""
+    """Counts of the calls of natten_jax's functions: by stage, then by file and function name."""
 
     def __init__(self) -> None:
         self.by_stage: dict[str, collections.Counter[tuple[str, str]]] = {}
@@ -53,12 +53,15 @@ class Calls:
             self._counts[code.co_filename.removeprefix(PACKAGE + os.sep), code.co_qualname] += 1
 
     def count(self, stage: str, function: Callable[[], Any]) -> Any:
-        """Run a stage and count its calls."""
+        """Run a stage of the compilation, and count the calls."""
         self._counts = self.by_stage[stage] = collections.Counter()
         return self.in_thread(function)()
 
     def in_thread(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its calls count in any thread: XLA's partitioner calls back from its own threads."""
+        """Wrap a function so that calls inside it are counted, whichever thread runs it.
+
+        Python profiles each thread separately, and XLA's partitioner runs callbacks in its own threads.
+        """
 
         @functools.wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
@@ -73,7 +76,7 @@ class Calls:
 
 
 def measure(way: str) -> Calls:
-    """Count the calls of a case, in a process that has not run another case."""
+    """Count the calls of a case. The process must not have run another case."""
     height, width = WAYS[way]
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

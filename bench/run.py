@@ -16,7 +16,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-#: Kernel times, compared with peers and with earlier builds.
+#: Suites that time kernels, or that compare the kernels of two builds.
 KERNELS = (
     "peers",
     "beside_cudnn",
@@ -29,9 +29,11 @@ KERNELS = (
     "compare_builds",
     "compare_bits",
 )
-#: All implementations on a fixed list of problems, multiple devices, kernels optimised step by step, and first calls.
+#: Suites that time all implementations on a fixed list of problems, programs on several devices, kernels that are
+#: optimised step by step, and first calls.
 PROGRAMS = ("board", "scaling", "several_devices", "part_tiles", "fmha_scaling", "fmha_report", "first_call")
-#: Accuracy, host costs, predictions and tables.
+#: Suites that measure accuracy and host costs, check the profiler, fit the time model, tune configurations, and count
+#: instructions of TPU kernels.
 OTHERS = ("fp8_accuracy", "python_calls", "profiler_agreement", "calibrate", "tune_models", "tpu_bundles")
 SUITES = KERNELS + PROGRAMS + OTHERS
 

@@ -1,9 +1,10 @@
-"""Time operators and a training step on 1, 2, 4, ... devices, and compare with the time model's predictions.
+"""Time operators and a training step on 1, 2, 4, ... devices, and compare the times with predictions.
 
-Strong scaling: devices share one problem. Weak scaling: the split dimension grows with the number of devices, so that
-the work per device is constant. Times are wall time per call of programs launched back to back. All numbers of devices
-alternate in one process; a speed-up is the median over turns of the ratio of times. All predictions are computed and
-saved before any measurement.
+In strong scaling, the problem has the same size for any number of devices. In weak scaling, the split dimension grows
+with the number of devices, so that the work per device is constant. Each time is the wall time per call of a program
+that is launched many times without waiting in between. The programs for different numbers of devices alternate in one
+process. A speed-up is the ratio of the throughput on several devices to the throughput on one device, as the median
+over turns. The predictions come from the time model. They are all computed and saved before the first measurement.
 
 Example:
     python bench/run.py scaling --devices 8 --json scaling.json
@@ -45,12 +46,12 @@ from several_devices import (
 
 TRAINING = "training"
 
-#: Arguments of the training example for small problems.
+#: Arguments of the training example if ``--small`` is given.
 SMALL_STEP = "--tokens 2 4 4 --depth 1 --heads 2 --head-dim 8 --window 2 3 3 --batch-size 8"
 
 
 class Row(NamedTuple):
-    """A curve for one backend family and one pass."""
+    """A curve, and the backend family and the pass for which it is measured."""
 
     curve: Curve
     family: str
@@ -61,7 +62,7 @@ class Row(NamedTuple):
 
 
 def predict(row: Row, counts: Sequence[int]) -> dict[str, Any]:
-    """Return the record of a row before it is measured: a point for each number of devices."""
+    """Predict a row. The returned record of the row has a point for each number of devices."""
     curve = row.curve
     obstacles = {devices: curve.obstacle(devices) for devices in counts}
     able = [devices for devices, obstacle in obstacles.items() if obstacle is None]
@@ -80,12 +81,12 @@ def predict(row: Row, counts: Sequence[int]) -> dict[str, Any]:
 
 
 def describe(benchmark: Benchmark) -> str:
-    """Describe the problem of a point."""
+    """Format a problem, its heads and its element type for the record."""
     return f"{benchmark.problem.describe()}, {benchmark.heads} heads of {benchmark.head_dim}, {benchmark.dtype}"
 
 
 def measure(row: Row, counts: Sequence[int], options: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """Measure a row; return figures by number of devices."""
+    """Measure a row; return the figures, by number of devices."""
     function = operator_of(row.curve.on_one.benchmark, row.family, row.pass_)
     programs: dict[int, tuple[jax.stages.Compiled, list[jax.Array]]] = {}
     for devices in counts:
@@ -105,7 +106,7 @@ def measure(row: Row, counts: Sequence[int], options: argparse.Namespace) -> dic
 
 
 def draw(benchmark: Benchmark, axis: int, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """Draw an output's cotangent, query, key and value; each device holds only its part."""
+    """Draw a random cotangent of the output, query, key and value. Each device holds only its part of each array."""
     sharding: jax.sharding.Sharding = SingleDeviceSharding(devices[0])
     if len(devices) > 1:
         mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(MODES["Auto"],), devices=devices)
@@ -122,9 +123,12 @@ def draw(benchmark: Benchmark, axis: int, devices: Sequence[jax.Device]) -> list
 def distance(
     curve: Curve, function: Callable[..., Any], program: jax.stages.Compiled, arrays: Sequence[jax.Array]
 ) -> float:
-    """Return the difference from one device's results for some heads; the whole problem may not fit one device."""
+    """Return the largest relative difference between the program's results and the results on one device.
+
+    Only some heads are compared, because all heads may need more memory than one device has.
+    """
     devices, heads = len(arrays[0].devices()), arrays[0].shape[-2]
-    step = heads // devices if curve.is_over_heads else heads  # one head, or one head per device
+    step = heads // devices if curve.is_over_heads else heads  # compare one head per device, or a single head
 
     def some(array: jax.Array) -> jax.Array:
         return jax.device_put(jax.lax.slice_in_dim(array, 0, heads, step, axis=-2), jax.devices()[0])
@@ -133,7 +137,13 @@ def distance(
 
 
 def train(counts: Sequence[int], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure a training step whose clips are split over devices, alternating with the step on one device."""
+    """Time a training step on each number of devices. The clips of a batch are split over the devices.
+
+    The step on several devices alternates with the step on one device.
+
+    Yields:
+        A point for each number of devices.
+    """
     clips = several_devices.example().parse(several_devices.STEP.split()).batch_size
     for devices in counts[1:]:
         if clips % devices:
@@ -151,7 +161,7 @@ def train(counts: Sequence[int], options: argparse.Namespace) -> Iterator[dict[s
 
 
 def print_points(name: str, points: Sequence[dict[str, Any]]) -> None:
-    """Print the lines of a row in the table."""
+    """Print a line of the table for each point of a row."""
     for point in points:
         line = f"{name:48}{point['devices']:8}"
         if "skipped" in point:
@@ -184,7 +194,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Predict, measure, print a table, save."""
+    """Predict and measure the selected rows, print a table and save the figures."""
     options = parse()
     if options.small:
         several_devices.STEP = SMALL_STEP
@@ -212,7 +222,7 @@ def main() -> int:
                 point["measured"] = measured[point["devices"]]
                 if point["predicted"]:
                     point["relative error"] = relative_errors(point["predicted"], point["measured"])
-            save(results, options.json)  # save at once, so that an interrupted run keeps its measurements
+            save(results, options.json)  # save after each row, so that an interrupted run keeps its measurements
         print_points(str(row), points)
     if TRAINING in options.rows and not options.predict_only:
         name, step_points = "training step, strong batch", list[dict[str, Any]]()

@@ -1,12 +1,15 @@
-"""Time operators and a training step on several devices against one, for each way to split arrays over a mesh.
+"""Compare operators and a training step on several devices with one device, for several ways to split the arrays.
 
-Times are wall time per call of programs launched back to back, so they include communication but not launch latency.
-One device and several alternate in one process, each for the same time: a GPU runs faster after an idle period than at
-its power limit, and shorter runs would end before it reaches the limit. A speed-up is the median over turns of the
-ratio of times. The single device is the first; the times of the other devices on their own are also reported, since
-several devices are as fast as the slowest. If tokens are split, two more programs are timed: a program that receives
-all halos before any computation and, on GPUs, a program that copies halos between device memories without kernels. A
-trace gives the time of halo exchanges and how much of it kernels hide.
+Each time is the wall time per call of a program that is launched many times without waiting in between. It includes
+communication, but not launch latency. The programs for one device and for several devices alternate in one process.
+Turns have the same minimum duration for all programs: a GPU runs faster after an idle period than at its power limit,
+and a short turn would end before the GPU reaches this limit. A speed-up is the ratio of the time on one device to the
+time on several devices, as the median over turns. The single device is the first device. Each of the other devices is
+also timed alone, because several devices together are as slow as the slowest of them.
+
+If tokens are split, two more programs are timed. The first receives all halos before any computation. The second, only
+on GPUs, copies halos between device memories without kernels. A profiler trace gives the time of halo exchanges, and
+the part of this time that overlaps computation.
 
 Example:
     python bench/run.py several_devices --json results.json
@@ -51,14 +54,15 @@ MODES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 PASSES = ("forward", "forward+backward")
 EXCHANGE = "exchange milliseconds"
 HALOS_FIRST, COPIED = "halos first", "halos copied"
-#: XLA options for GPUs, since JAX 0.11: permutes between devices of one process become copies instead of kernels.
+#: XLA options for GPUs, for JAX 0.11 or later. With these options, collective permutes between devices of one process
+#: are copies instead of kernels.
 COPIES_HALOS: dict[str, str | bool] = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 Name = TypeVar("Name")
 COLLECTIVES = re.compile(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_sharded.py"
 
 
-#: Training step to time: large enough to keep a device busy.
+#: Arguments of the training example. The training step is large enough to keep a device busy.
 STEP = "--tokens 8 48 48 --patch 8 --depth 4 --heads 12 --head-dim 64 --window 4 16 16 --batch-size 8 --dtype bfloat16"
 
 
@@ -70,7 +74,10 @@ class Split(NamedTuple):
 
 
 def splits(devices: int) -> dict[str, Split]:
-    """Return the splits by name. Batch and heads grow with the number of devices; token dimensions do not."""
+    """Return the splits by name.
+
+    If the batch or the heads are split, the problem grows with the number of devices. If tokens are split, it does not.
+    """
     video = BENCHMARKS["3d-s16x8x8"]
     found = {
         "batch": Split(dataclasses.replace(video, batch=devices, heads=12), 0),
@@ -85,7 +92,7 @@ def splits(devices: int) -> dict[str, Split]:
 
 
 def seconds(function: Callable[..., Any], arguments: Sequence[Any], calls: int) -> float:
-    """Return the seconds per call."""
+    """Return the wall time per call, in seconds, of ``calls`` calls without waiting in between."""
     jax.block_until_ready(function(*arguments))
     started = time.perf_counter()
     for _ in range(calls):
@@ -95,7 +102,7 @@ def seconds(function: Callable[..., Any], arguments: Sequence[Any], calls: int) 
 
 
 def operator_of(benchmark: Benchmark, family: str, pass_: str) -> Callable[..., Any]:
-    """Return a function of the output's cotangent, query, key and value that runs the pass."""
+    """Return a function that runs the pass. Its arguments are the output's cotangent, query, key and value."""
     attend = ours(benchmark, family)
     if pass_ == "forward":
         return lambda cotangent, *arrays: attend(*arrays)
@@ -108,7 +115,10 @@ def operator_of(benchmark: Benchmark, family: str, pass_: str) -> Callable[..., 
 
 
 def difference(results: Any, expected: Any) -> float:
-    """Return the largest difference between two results, relative to the largest expected magnitude."""
+    """Return the largest relative difference between results and expected results.
+
+    The differences in an array are relative to the largest magnitude in the expected array.
+    """
 
     def relative_error(result: jax.Array, other: jax.Array) -> float:
         wide, reference = (jax.device_get(array).astype("float32") for array in (result, other))
@@ -118,7 +128,7 @@ def difference(results: Any, expected: Any) -> float:
 
 
 def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure a row."""
+    """Measure a pass of an operator for one split, one type of mesh axes and one backend family."""
     devices = jax.devices()[: options.devices]
     benchmark, axis = splits(len(devices))[split]
     mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(MODES[mode],), devices=devices)
@@ -137,7 +147,7 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
     is_exchanging = axis not in (0, -2)
     if is_exchanging:
         with halos_first():
-            # A new function object: otherwise JAX would reuse the program compiled before.
+            # Use a new function object: for the same object, JAX would reuse the program that it compiled before.
             apart_first = jax.jit(lambda *arrays: function(*arrays)).lower(*parts).compile()
         programs[HALOS_FIRST] = apart_first, parts
         if devices[0].platform == "gpu" and jax.__version_info__ >= (0, 11):
@@ -165,7 +175,12 @@ def measure(split: str, mode: str, family: str, pass_: str, options: argparse.Na
 def take_turns(
     programs: Mapping[Name, tuple[jax.stages.Compiled, Sequence[jax.Array]]], options: argparse.Namespace
 ) -> dict[Name, list[float]]:
-    """Measure the seconds per call of each program in each turn; ``programs`` includes the arguments."""
+    """Run programs alternately; return the seconds per call in each turn, by the program's name.
+
+    Args:
+        programs: Programs with their arguments, by name.
+        options: Options that :func:`add_turns` adds.
+    """
     times: dict[Name, list[float]] = {name: [] for name in programs}
     calls = {
         name: max(options.calls, math.ceil(options.seconds / seconds(program, arguments, options.calls)))
@@ -179,7 +194,7 @@ def take_turns(
 
 
 def add_turns(parser: argparse.ArgumentParser) -> None:
-    """Add command-line options for turns."""
+    """Add the command-line options for the number of turns, their length, and the pauses between them."""
     parser.add_argument("--turns", type=int, default=5, help="turns of each program")
     parser.add_argument("--calls", type=int, default=10, help="minimum calls per turn")
     parser.add_argument("--seconds", type=float, default=0.5, help="minimum seconds per turn")
@@ -193,7 +208,7 @@ def collectives(program: jax.stages.Compiled) -> dict[str, int]:
 
 
 def memory(program: jax.stages.Compiled) -> int | None:
-    """Return the bytes of arguments, results and temporaries of a program on a device; ``None`` if unknown."""
+    """Return the bytes per device of a program's arguments, results and temporaries; ``None`` if unknown."""
     found = program.memory_analysis()
     if found is None:
         return None
@@ -210,7 +225,13 @@ def example() -> ModuleType:
 
 
 def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Time a step of the training example on one device and on several, with data or tensor parallelism."""
+    """Time a step of the training example on one device and on several devices, which alternate.
+
+    Args:
+        model_parallel: Number of devices that share a model's heads, as the example's ``--model-parallel``. The other
+            dimension of the mesh is data-parallel.
+        options: Command-line options.
+    """
     train = example()
     devices = jax.devices()[: options.devices]
     flags = [*STEP.split(), "--model-parallel", str(model_parallel)]
@@ -223,7 +244,7 @@ def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[s
     data = train.Data(settings)
     times: dict[str, list[float]] = {name: [] for name in runs}
     losses: dict[str, list[jax.Array]] = {name: [] for name in runs}
-    for turn in range(1 + options.turns):  # the first turn includes compilation
+    for turn in range(1 + options.turns):  # the first turn includes compilation, and its times are not used
         batches = [data.batch(turn * options.calls + call) for call in range(options.calls)]
         for name, run in runs.items():
             placed = [run.place(clips) for clips in batches]
@@ -243,7 +264,7 @@ def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[s
 
 
 def main() -> int:
-    """Measure, print a table, save."""
+    """Measure the selected rows, print a table and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, help="number of devices (default: all)")
     parser.add_argument("--splits", nargs="+", choices=splits(1), default=["batch", "heads"])

@@ -1,8 +1,8 @@
-"""Time problems with small windows against a copy of the same number of bytes, on an NVIDIA GPU.
+"""Time passes with small windows, relative to a copy of the same number of bytes, on an NVIDIA GPU.
 
-The copy is a lower bound: a pass must read and write its arrays at least once. All programs of a problem run
-alternately in one process, each after the L2 cache was overwritten. Times are the device time of all kernels that a
-program launches, from profiler traces.
+The time of the copy is a lower bound of a pass's time, because a pass must read its inputs and write its results at
+least once. The programs of a problem alternate in one process. The L2 cache is overwritten before each launch. Each
+time is the device time of all kernels that a program launches, from profiler traces.
 
 Example:
     python bench/run.py small --json bench/results/h200/small.json
@@ -39,8 +39,8 @@ from natten_jax.profiler.capture import Launch, capture_in_turns
 #: Bytes that are enough to overwrite the L2 cache of every current GPU.
 CACHE_BYTES = 256 << 20
 
-#: Backends: the default; the portable kernels; the portable kernels without their small-window form; the Hopper
-#: kernels.
+#: Backends to measure: the default backend (``"none"``), the portable kernels, the portable kernels for large windows
+#: only, and the Hopper kernels.
 FAMILIES = ("none", "cutlass", "cutlass-large", "hopper")
 
 
@@ -51,13 +51,13 @@ class Row:
     Attributes:
         name: Name of the row.
         batch: Batch size.
-        layout: Tokens.
-        heads: Heads.
-        head_dim: Width of a head.
-        kernel_size: Window.
+        layout: Number of tokens along each dimension.
+        heads: Number of heads.
+        head_dim: Number of elements per head.
+        kernel_size: Size of the window.
         dilation: Dilation of the window.
-        is_causal: Hide later keys.
-        peers: Implementations of attention over the whole layout to compare with.
+        is_causal: Mask out later keys.
+        peers: Implementations of dense attention over the whole layout that are also timed.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Row:
         return (self.batch, *self.layout, self.heads, self.head_dim)
 
     def bytes_moved(self, pass_: Pass) -> int:
-        """Return the bytes of query, key, value and output; for the backward pass, also of their gradients."""
+        """Return the number of bytes of query, key, value and output, plus their gradients in a backward pass."""
         return 2 * math.prod(self.shape) * (4 if pass_ == "forward" else 8)
 
     def function(self, family: str) -> Callable[..., jax.Array]:
@@ -92,7 +92,10 @@ class Row:
         return lambda q, k, v, **terms: operator(q, k, v, **window, **tiles, backend=backend, **terms)
 
     def _large_tiles(self, window: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the best-ranked tiles of the portable kernels without the smaller tiles of small-window kernels."""
+        """Return the best-ranked tiles of both passes among those of the portable kernels for large windows.
+
+        Tiles of the kernels for small windows are smaller.
+        """
         array = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
         small = native.limits("small")["row_tokens"]
         result: dict[str, tuple[int, ...]] = {}
@@ -130,12 +133,12 @@ ROWS = (
 
 
 def copy_runner(moved: int) -> Runner:
-    """Compile a copy of ``moved / 2`` bytes, which reads and writes ``moved`` bytes in total."""
+    """Compile a copy of ``moved / 2`` bytes. Its reads and writes are ``moved`` bytes in total."""
     return compile_runner(lambda x: ~x, jnp.zeros((moved // 8,), jnp.uint32), name="copy")
 
 
 def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | str]:
-    """Compile the copy and each implementation; an error text replaces an implementation that fails."""
+    """Compile the copy, and a pass with each implementation; return an error message instead of a pass that fails."""
     arrays = [jax.random.normal(jax.random.key(i), row.shape, jnp.bfloat16) for i in range(4)]
     cotangent, *inputs = arrays
     names = {family.replace("none", "natten_jax"): family for family in families}
@@ -153,7 +156,7 @@ def sides_of(row: Row, pass_: Pass, families: list[str]) -> dict[str, Runner | s
 
 
 def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str, Any]:
-    """Measure the microseconds of each program (median and range), and the ratio to the copy."""
+    """Measure each program's time in microseconds, and the ratio of its time to the copy's time."""
     figures = figures_of(sides_of(row, pass_, families), turns)
     copied = figures["copy"]["us"]
     for side in figures.values():
@@ -163,7 +166,10 @@ def measure(row: Row, pass_: Pass, families: list[str], turns: int) -> dict[str,
 
 
 def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
-    """Measure the microseconds of each program: median and range over turns, each with an overwritten L2 cache."""
+    """Measure each program's time in microseconds: the median and the range over turns.
+
+    The L2 cache is overwritten before each launch.
+    """
     filler = jnp.zeros((CACHE_BYTES // 4,), jnp.uint32)
 
     @jax.jit
@@ -187,7 +193,7 @@ def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
 
 
 def shown(sides: Mapping[str, Any], base: str) -> str:
-    """Format the figures of the programs with their ratios to ``base``, or their error texts."""
+    """Format each program's time and the ratio of this time to the time of ``base``, or the program's error message."""
     return ", ".join(
         f"{name} {side['us']:.1f} us ({side[f'times {base}']:.2f})" if isinstance(side, dict) else f"{name}: {side}"
         for name, side in sides.items()
@@ -195,7 +201,7 @@ def shown(sides: Mapping[str, Any], base: str) -> str:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure the selected rows, print a line per row and pass, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="select rows whose names match")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))

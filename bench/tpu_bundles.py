@@ -1,13 +1,16 @@
-"""Count the instruction bundles that TPU kernels execute, from the TPU compiler's dumps. It needs no TPU.
+"""Count the instruction bundles that TPU kernels execute, from the TPU compiler's dumps, without a TPU.
 
-The count is the sum of the execution counts of all scheduled bundles. A core issues one bundle per cycle, so the counts
-rank programs. They do not predict times: stalls, mainly for copies, are not included.
+A program's count is the sum of the execution counts of all scheduled bundles. A core issues one bundle per cycle, so
+the counts can rank programs. They do not predict times, because they do not include stalls. Most stalls wait for
+copies. Bundles of these implementations are counted:
 
-- natten_jax, and plain JAX (flex): all programs of the call; for natten_jax also the kernels alone. Loops of XLA's
-  copies with non-constant trip counts count once, which is an underestimate, mainly for flex.
-- splash: JAX's splash attention with the same mask, for the best of several block shapes. In two and three dimensions a
-  mask of the whole layout would be large, so a step of the kernel is counted with a small mask that also has all
-  kinds of blocks, and multiplied by the number of block pairs with a visible pair of tokens.
+- natten_jax and flex (natten_jax's backend in plain JAX): all instructions of the compiled program. For natten_jax, the
+  kernels are also counted alone. A loop in a copy of XLA's counts as one trip if its trip count is not constant. The
+  count is then too low, mainly for flex.
+- splash: JAX's splash attention with the same mask and the best of several block shapes. For two and three dimensions,
+  a mask of the whole layout would be large, so the kernel is compiled with a small mask. The small mask also has
+  completely visible, partially visible and masked blocks. The bundles of a kernel step are multiplied by the number of
+  pairs of blocks, in the whole layout, that have a visible pair of tokens.
 - dense: JAX's flash attention over all tokens.
 
 Example:
@@ -44,7 +47,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, problem_of
 
 SIDES = ("natten_jax", "flex", "splash", "dense")
-#: Query and key tokens per block of splash attention.
+#: Block shapes of splash attention: the number of query tokens and the number of key tokens.
 SPLASH_BLOCKS = ((512, 512), (512, 1024))
 DENSE_BLOCKS = 512, 256, 128
 
@@ -96,7 +99,7 @@ ROWS = (
 
 
 def compile_request(request: dict[str, Any]) -> None:
-    """Compile an implementation of a row."""
+    """Compile the implementation ``request["side"]`` for the row ``request["row"]``."""
     row, side = next(row for row in ROWS if row.name == request["row"]), request["side"]
     facts: dict[str, Any] = {}
     if side in ("natten_jax", "flex"):
@@ -124,7 +127,7 @@ def _ours(row: Row, backend: str) -> Any:
 
 
 def _executions(row: Row, pass_: Pass) -> dict[str, Any]:
-    """Return the execution counts of the parts of each natten_jax kernel."""
+    """Return the execution counts of the parts of each natten_jax kernel, and the tiles of each pass."""
     from natten_jax.arrays.operands import Inputs, Operands
     from natten_jax.backends.pallas._tpu_call import call_of
     from natten_jax.backends.pallas.tpu import TpuBackend, alignment
@@ -165,13 +168,13 @@ def _splash(row: Row, blocks: Any) -> tuple[Any, list[Any]]:
 
 
 _SPLASH_SIZES = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-#: Number of tokens of the small mask for counting a step of splash attention, and number of heads. The arrays do not
-#: fit into VMEM.
+#: Number of tokens and number of heads of the splash attention that is compiled with the small mask. They are large
+#: enough that the arrays do not fit into VMEM.
 _PROXY, _PROXY_HEADS = 4096, 64
 
 
 def _proxy_mask() -> Any:
-    """Return a mask over ``_PROXY`` tokens with partially visible, completely visible and hidden blocks."""
+    """Return a mask over ``_PROXY`` tokens with completely visible, partially visible and masked blocks."""
     import numpy as np
 
     index = np.arange(_PROXY)
@@ -181,10 +184,10 @@ def _proxy_mask() -> Any:
 
 
 def dense_block(row: Row) -> int:
-    """Return the tokens per block of queries or keys: the largest block size that divides the layout's tokens.
+    """Return the number of tokens per block: the largest block size that divides the number of tokens of the layout.
 
     Raises:
-        ValueError: No block size divides the tokens.
+        ValueError: No block size divides the number of tokens.
     """
     tokens = math.prod(row.layout)
     for size in DENSE_BLOCKS:
@@ -230,14 +233,19 @@ def count_ours(row: Row, compiled: Compiled) -> dict[str, Any]:
 
 
 def _units(compiled: Compiled, instruction: str, weights: list[float]) -> dict[str, Any]:
-    """Return the cycles that each unit alone would need."""
+    """Return a lower bound of the kernel's cycles for each unit: the slots that it uses, divided by slots per cycle."""
     names, capacities, used = bundles.utilization(compiled.utilization[instruction])
     totals = bundles.totals(weights, used)
     return {"units": {n: round(total / c) for n, c, total in zip(names, capacities, totals, strict=True)}}
 
 
 def count_program(compiled: Compiled, counted: Mapping[str, float]) -> dict[str, Any]:
-    """Count the bundles of all instructions of a program; ``counted`` has the known counts of some instructions."""
+    """Count the bundles of all instructions of a program.
+
+    Args:
+        compiled: The compiled program.
+        counted: Counts of some instructions, which are already known.
+    """
     hlo = hlo_counts.Hlo.parse(compiled.hlo)
     texts = {name: text for each in hlo.computations.values() for name, text in each.items()}
     alike = {hlo.signature(texts[name]): name for name in compiled.bundles if name in texts}
@@ -273,7 +281,7 @@ def count_splash(row: Row, compiled: Compiled, blocks: tuple[int, int]) -> dict[
 
 
 def _with_steps(program: Program, steps: int) -> Program:
-    """Replace the number of grid steps of a program."""
+    """Return the program with another number of grid steps."""
     outer = next(span for span in program.spans if span.is_loop and program.multiplies(span))
     spans = (dataclasses.replace(span, trips=steps + 2) if span == outer else span for span in program.spans)
     return dataclasses.replace(program, spans=tuple(spans))
@@ -281,12 +289,17 @@ def _with_steps(program: Program, steps: int) -> Program:
 
 @functools.lru_cache(maxsize=64)
 def splash_blocks(row: Row, blocks: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the numbers of query blocks, of key blocks that a query block sees at most, and of visited block pairs."""
+    """Count the blocks of splash attention.
+
+    Returns:
+        The number of query blocks, the largest number of key blocks that one query block sees, and the number of pairs
+        of blocks that the kernel visits.
+    """
     return tpu_visits.blocks_of_flat_tokens(row.problem, *blocks)
 
 
 def count_dense(row: Row, compiled: Compiled) -> dict[str, Any]:
-    """Count the bundles of attention over all tokens."""
+    """Count the bundles of JAX's flash attention over all tokens."""
     found: dict[str, Any] = {"kernels": {}}
     for instruction, text in compiled.bundles.items():
         if "flash" not in instruction:
@@ -303,7 +316,7 @@ def count_dense(row: Row, compiled: Compiled) -> dict[str, Any]:
 
 
 def count(chip: str, row: Row, pass_: Pass, side: str) -> dict[str, Any]:
-    """Count the bundles of an implementation of a row; a backward pass includes its forward pass."""
+    """Count the bundles of an implementation for a row. The count of a backward pass includes the forward pass."""
     request = {"row": row.name, "side": side, "pass": pass_}
     compile_ = functools.partial(tpu_compiler.compiled, chip, Path(__file__))
     if side == "splash":
@@ -316,7 +329,7 @@ def count(chip: str, row: Row, pass_: Pass, side: str) -> dict[str, Any]:
 
 
 def main() -> int | None:
-    """Compile, count, print and write."""
+    """Count the bundles for the selected rows, print a line per row, pass and implementation, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", choices=CHIPS, default="v5e")
     parser.add_argument("--only", default="", metavar="REGEX", help="select rows whose names match")
@@ -361,7 +374,7 @@ def main() -> int | None:
 
 
 def _run_facts() -> dict[str, Any]:
-    """Return the environment of the figures."""
+    """Return the date, the package versions, the commit and the command of this run."""
     found = environment()
     return {
         "date": found["date"],

@@ -1,9 +1,11 @@
-"""Measure configurations for the attention of published models, for the tables in the package.
+"""Tune the attention of published models, and write the package's tables of configurations.
 
-Each problem of ``bench/models.py`` is tuned, forward and backward. A configuration is kept if it is more than 2% faster
-than the default and its 75th percentile is below the default's 25th, measured in alternation. The device's file is
-written after every problem; without ``--out``, the package's file, which has only the kept configurations, is also
-written. Problems that are already in the file are skipped, so that several short runs produce one table.
+The forward and the backward pass of each problem in ``bench/models.py`` are tuned. Configurations and the default
+alternate in the measurement. A configuration is kept if its median time is more than 2% faster than the default's, and
+the 75th percentile of its times is below the 25th percentile of the default's times. The device's table is written
+after every problem. Without ``--out``, the package's table for the device is also written. The package's table has only
+the configurations that are kept. Problems that are already in the device's table are skipped, so that several short
+runs produce one table.
 
 Example:
     python bench/run.py tune_models --limit 150
@@ -32,7 +34,7 @@ from natten_jax.profiler.search import Effort, Task, tuned_passes
 _ROOT = Path(__file__).parents[1]
 MEASURED = _ROOT / "bench" / "results" / "tuned"
 PACKAGE = _ROOT / "natten_jax" / "autotuning" / "measured"
-#: Less effort than for a single search, as there are many problems.
+#: Limits of a search. They are lower than the defaults, because there are many problems.
 EFFORT = Effort(screened=24, finalists=4, seconds=2.5)
 
 
@@ -42,7 +44,7 @@ def file_name(device: str) -> str:
 
 
 def present(device: str, folders: Iterable[Path]) -> list[TunedPass]:
-    """Return the passes in the first of these folders that has a table for the device."""
+    """Return the passes in the device's table, from the first of the folders that has one; empty if none has one."""
     for folder in folders:
         path = folder / file_name(device)
         if path.exists():
@@ -51,7 +53,7 @@ def present(device: str, folders: Iterable[Path]) -> list[TunedPass]:
 
 
 def write(passes: Sequence[TunedPass], device: str, path: Path) -> None:
-    """Write the table with its environment."""
+    """Write a table, with the environment of the measurements."""
     facts: dict[str, Any] = {"environment": environment(), **TunedTable(device, tuple(passes)).to_json()}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -71,7 +73,10 @@ def task_of(problem: ModelProblem, backprop: bool = True) -> Task:
 
 
 def chosen_problems(names: Sequence[str], done: Sequence[TunedPass], again: bool) -> list[ModelProblem]:
-    """Return the problems whose labels contain a name in ``names``; finished problems only if ``again``."""
+    """Return the problems whose labels contain one of ``names``, or all problems if ``names`` is empty.
+
+    Problems whose passes are in ``done`` are left out, unless ``again`` is true.
+    """
     finished = set() if again else {each.plan.problem for each in done}
     return [
         each
@@ -82,7 +87,7 @@ def chosen_problems(names: Sequence[str], done: Sequence[TunedPass], again: bool
 
 
 def main() -> int:
-    """Measure, print a table and save; return 1 if a problem could not be measured."""
+    """Tune the selected problems, print and save the tables; return 1 if a problem could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--models", nargs="+", default=[], metavar="NAME", help="select problems whose labels contain a name"

@@ -1,4 +1,4 @@
-"""PyTorch implementations: NATTEN, and FlexAttention with the masks of neighborhood attention."""
+"""PyTorch implementations that are compared with natten_jax: NATTEN, and FlexAttention with the same masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = Any
 
 
 def natten(benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str) -> Side:
-    """Time NATTEN's operators, including their permutations."""
+    """Prepare NATTEN's operator for timing. Its times include the permutations of arrays that the operator runs."""
     library: Any = importlib.import_module("natten")
     problem = benchmark.problem
     operator = library.attention if benchmark.kernel_size is None else getattr(library, f"na{problem.rank}d")
@@ -40,7 +40,10 @@ def natten(benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Arra
 def flex_attention(
     benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str
 ) -> Side:
-    """Time compiled FlexAttention on inputs that were permuted to heads before tokens."""
+    """Prepare compiled FlexAttention for timing.
+
+    The inputs are permuted to ``[batch, heads, tokens, head_dim]`` in advance, so that the times do not include this.
+    """
     torch: Any = importlib.import_module("torch")
     library: Any = importlib.import_module("torch.nn.attention.flex_attention")
     mask = None
@@ -61,7 +64,7 @@ def flex_attention(
 
 
 def _mask(axes: Sequence[Axis], device: str) -> Callable[..., Tensor]:
-    """Build a mask function of query and key indices from a table of window bounds for each dimension."""
+    """Build FlexAttention's mask function, which looks up the window bounds of a query in a table per dimension."""
     torch: Any = importlib.import_module("torch")
     tables, below = [], 1
     for axis in reversed(axes):
@@ -117,7 +120,10 @@ def _side(
 
 
 def _device_times(torch: Any, run: Callable[[], Any]) -> list[float]:
-    """Return the seconds of launches between device events, while earlier launches keep the device busy."""
+    """Return the time of each of several launches, in seconds, from events that the device records between launches.
+
+    Earlier launches keep the device busy, so that the times do not include launch latency.
+    """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(LAUNCHES + 2)]
     run()
     for event in events:

@@ -1,7 +1,8 @@
 """Compile programs for TPUs without a TPU, and read the compiler's dumps.
 
-:func:`compiled` runs a program that calls :func:`serve` in a subprocess, since the compiler reads its options only once
-per process. The program compiles a function and writes all output to a folder.
+:func:`compiled` starts a program in a subprocess, because the compiler reads its options only once per process. The
+program calls :func:`serve`, which compiles a function and writes the results to a folder. The compiler writes its dumps
+to the same folder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: Topology and device names, by chip.
+#: Names of the topology and of the device kind, by chip.
 CHIPS = {
     "v4": ("v4:2x2x1", "TPU v4"),
     "v5e": ("v5e:2x2", "TPU v5 lite"),
@@ -30,10 +31,10 @@ _HLO, _FACTS = "hlo.txt", "facts.json"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the compiler packages.
+    """Return the versions of ``jax``, ``jaxlib`` and the compiler package ``libtpu``, by name.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: The compiler is not installed.
+        importlib.metadata.PackageNotFoundError: One of these packages is not installed.
     """
     return {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
 
@@ -43,10 +44,10 @@ class Compiled:
     """Output of the compiler.
 
     Attributes:
-        hlo: The optimised program.
+        hlo: Text of the optimised HLO program.
         facts: Values that the compiling process returned.
-        bundles: Final bundles, keyed by instruction of the program.
-        utilization: Unit utilisation of the bundles, keyed by instruction.
+        bundles: Dumps of the final bundles of each HLO instruction, by the instruction's name.
+        utilization: Dumps of how many slots of each unit these bundles use, by the instruction's name.
     """
 
     hlo: str
@@ -56,12 +57,12 @@ class Compiled:
 
 
 def compiled(chip: str, module: Path, request: Mapping[str, Any]) -> Compiled:
-    """Compile in a subprocess.
+    """Compile a function for a chip in a subprocess, and read the results.
 
     Args:
         chip: A key of :data:`CHIPS`.
-        module: A program that calls :func:`serve`.
-        request: Arguments of that program.
+        module: File of the program that runs in the subprocess and calls :func:`serve`.
+        request: Arguments of that program. The chip and the folder of the results are added.
 
     Raises:
         ValueError: Compilation failed; the message includes the compiler's message.
@@ -95,7 +96,7 @@ def _written(folder: Path, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def serve(request: Mapping[str, Any], function: Callable[..., Any], arguments: Any, facts: Mapping[str, Any]) -> None:
-    """Compile a function for the chip of a request, and write the program to the folder of the request."""
+    """Compile a function for the chip ``request["chip"]``, and write the results to the folder ``request["to"]``."""
     import jax
     from jax.experimental import topologies
 
@@ -115,7 +116,7 @@ def serve(request: Mapping[str, Any], function: Callable[..., Any], arguments: A
 
 @contextmanager
 def _as_on(kind: str) -> Iterator[None]:
-    """Lower as for a kind of device: some lowerings query the kind."""
+    """Lower functions in this context as for a device of this kind, because some lowerings query the kind."""
     import jax
 
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")

@@ -1,4 +1,4 @@
-"""Execution counts and copied bytes of TPU kernels, from the geometry of a problem."""
+"""Compute how often the parts of TPU kernels run, and how many bytes they copy, from windows and tiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ START, COUNT, HULL_END, CORE_FIRST, CORE_END = map(
 
 
 def query_programs(call: Call) -> dict[str, Any]:
-    """Count the steps, tiles, and chunks with and without a mask of a kernel whose programs own queries."""
+    """Count the executions of a kernel in which each program owns a tile of queries.
+
+    Returns:
+        Numbers by name. ``steps`` is the number of grid steps, and ``active`` the number of steps with matrix
+        multiplications. ``tiles`` is the number of query tiles. ``bodies`` has two numbers: chunks of keys that need no
+        mask, and chunks that need one. ``copied`` is the number of bytes of keys and values.
+    """
     grid = query_grid(call)
     tables = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
     full = masked = active = boxes = 0
@@ -43,7 +49,7 @@ def query_programs(call: Call) -> dict[str, Any]:
 
 
 def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
-    """Return the number of chunks of a box without and with a mask."""
+    """Return the number of chunks of a box that need no mask, and the number of chunks that need one."""
     chunks, visits = call.chunks, call.visits
     own = [row[START] + number * each.box for row, number, each in zip(tile, step, visits, strict=True)]
     first = [min(each, visit.keys - visit.box) for each, visit in zip(own, visits, strict=True)]
@@ -65,12 +71,21 @@ def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
 
 
 def key_programs(call: Call) -> dict[str, Any]:
-    """Count for the kernel whose programs own keys: each key tile visits the query tiles that see any of its keys."""
+    """Count the executions of the kernel in which each program owns a tile of keys.
+
+    A program visits every query tile that sees at least one of these keys.
+
+    Returns:
+        Numbers by name. ``steps`` is the number of grid steps, and ``active`` the number of steps with matrix
+        multiplications. ``tiles`` is the number of key tiles. ``bodies`` has two numbers: visits of a query tile that
+        need no mask, and visits that need one. ``copied`` is the number of bytes of queries and output gradients.
+    """
     full = masked = 0
     boxes = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
     tiles = [np.asarray(visits.seeing) for visits in call.visits]
     for group in itertools.product(*(range(visits.groups) for visits in call.visits)):
-        # Per dimension: pairs of tiles with any visible pair of tokens, and pairs that are completely visible.
+        # Two numbers of pairs of a key tile and a query tile, both products over the dimensions: pairs with at least
+        # one visible pair of tokens, and pairs in which all pairs of tokens are visible.
         meeting, whole = 1, 1
         for visits, axis_boxes, axis_tiles, g in zip(call.visits, boxes, tiles, group, strict=True):
             size, seen, all_ = visits.box, 0, 0
@@ -94,17 +109,20 @@ def key_programs(call: Call) -> dict[str, Any]:
 
 
 def _tokens_bytes(call: Call, tokens: int) -> int:
-    """Return the bytes of ``tokens`` tokens of two arrays; a row of a head or pack is padded to whole registers."""
+    """Return the number of bytes of ``tokens`` tokens of a head or pack in two arrays.
+
+    The arrays have the head dimensions ``head_dim`` and ``head_dim_v``. Each row is padded to a multiple of ``LANES``.
+    """
     widths = (call.pack * width for width in (call.plan.problem.head_dim, call.plan.problem.head_dim_v))
     return tokens * call.plan.problem.element.bytes * sum(-(-width // LANES) * LANES for width in widths)
 
 
 def blocks_of_flat_tokens(problem: Problem, queries: int, keys: int) -> tuple[int, int, int]:
-    """Count the blocks that a kernel visits if its blocks are consecutive flattened tokens.
+    """Count the blocks that a kernel visits if each block is a range of tokens of the flattened layout.
 
     Returns:
-        Number of query blocks, largest number of key blocks that a query block sees, and total number of visible block
-        pairs.
+        The number of query blocks, the largest number of key blocks that one query block sees, and the number of pairs
+        of a query block and a key block with at least one visible pair of tokens.
     """
     layout = problem.query_layout
     bounds = [_bounds(axis) for axis in problem.axes]
@@ -122,6 +140,6 @@ def blocks_of_flat_tokens(problem: Problem, queries: int, keys: int) -> tuple[in
 
 
 def _bounds(axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Return the start and the end of each query's keys, for an axis without dilation."""
+    """Return the index of each query's first key, and the index after its last key, for an axis without dilation."""
     first, end = axis.bounds(np.arange(axis.query_extent), (axis.query_extent, axis.kv_extent))
     return np.asarray(first), np.asarray(end)
