@@ -314,7 +314,7 @@ def _draw_lanes(axes: Axes, events: Sequence[dict[str, Any]], first: float, last
 def draw_halos(record: Mapping[str, Any], path: Path, row: str | None = None) -> None:
     """Draw the timeline of a row from a record of several_devices.py, by default of the first row.
 
-    One panel shows the whole pass, and one panel shows its start.
+    A panel shows the whole pass, and another panel shows its start.
     """
     results = record["results"]
     events = results[row or next(iter(results))]["timeline"]

@@ -106,7 +106,7 @@ def measure(row: Row, counts: Sequence[int], options: argparse.Namespace) -> dic
 
 
 def draw(benchmark: Benchmark, axis: int, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """Draw a random cotangent of the output, query, key and value. Each device holds only its part of each array."""
+    """Draw random arrays: the output's cotangent, query, key and value. Each device holds only its part of an array."""
     sharding: jax.sharding.Sharding = SingleDeviceSharding(devices[0])
     if len(devices) > 1:
         mesh = jax.make_mesh((len(devices),), ("devices",), axis_types=(MODES["Auto"],), devices=devices)
@@ -137,7 +137,7 @@ def distance(
 
 
 def train(counts: Sequence[int], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Time a training step on each number of devices. The clips of a batch are split over the devices.
+    """Time a training step for each number of devices. The clips of a batch are split over the devices.
 
     The step on several devices alternates with the step on one device.
 

@@ -1,11 +1,11 @@
 """Compare operators and a training step on several devices with one device, for several ways to split the arrays.
 
-Each time is the wall time per call of a program that is launched many times without waiting in between. It includes
-communication, but not launch latency. The programs for one device and for several devices alternate in one process.
-Turns have the same minimum duration for all programs: a GPU runs faster after an idle period than at its power limit,
-and a short turn would end before the GPU reaches this limit. A speed-up is the ratio of the time on one device to the
-time on several devices, as the median over turns. The single device is the first device. Each of the other devices is
-also timed alone, because several devices together are as slow as the slowest of them.
+Each time is the wall time per call of a program that is launched many times without waiting in between. This time
+includes communication, but not launch latency. The programs for one device and for several devices alternate in one
+process. Turns have the same minimum duration for all programs: a GPU runs faster after an idle period than at its power
+limit, and a short turn would end before the GPU reaches this limit. A speed-up is the ratio of the time on one device
+to the time on several devices, as the median over turns. The single device is the first device. Each of the other
+devices is also timed separately, because several devices together are as slow as the slowest of them.
 
 If tokens are split, two more programs are timed. The first receives all halos before any computation. The second, only
 on GPUs, copies halos between device memories without kernels. A profiler trace gives the time of halo exchanges, and

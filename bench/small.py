@@ -92,9 +92,9 @@ class Row:
         return lambda q, k, v, **terms: operator(q, k, v, **window, **tiles, backend=backend, **terms)
 
     def _large_tiles(self, window: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the best-ranked tiles of both passes among those of the portable kernels for large windows.
+        """Return the best-ranked tiles of each pass that the portable kernels for large windows have.
 
-        Tiles of the kernels for small windows are smaller.
+        Tiles of the portable kernels for small windows are smaller.
         """
         array = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
         small = native.limits("small")["row_tokens"]

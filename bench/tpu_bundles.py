@@ -5,8 +5,8 @@ the counts can rank programs. They do not predict times, because they do not inc
 copies. Bundles of these implementations are counted:
 
 - natten_jax and flex (natten_jax's backend in plain JAX): all instructions of the compiled program. For natten_jax, the
-  kernels are also counted alone. A loop in a copy of XLA's counts as one trip if its trip count is not constant. The
-  count is then too low, mainly for flex.
+  kernels are also counted separately. If the loop of a copy by XLA has no constant trip count, a single trip is
+  counted. The count is then too low, mainly for flex.
 - splash: JAX's splash attention with the same mask and the best of several block shapes. For two and three dimensions,
   a mask of the whole layout would be large, so the kernel is compiled with a small mask. The small mask also has
   completely visible, partially visible and masked blocks. The bundles of a kernel step are multiplied by the number of

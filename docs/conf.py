@@ -42,7 +42,7 @@ html_css_files = ["site.css"]
 html_logo = "images/logo.svg"
 html_favicon = "images/logo.svg"
 
-# Copy only what one types: no prompts and no output.
+# The copy button copies only the commands of an example, without prompts and output.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -54,7 +54,8 @@ myst_html_meta = {
     "A100, B200, RTX 4090, L40S, GH200, TPU, Colab, CUDA, CUTLASS, FlashAttention, DiNAT, HDiT",
 }
 
-# The pages are also read in the repository: plain Markdown, with links between files and their headings.
+# The pages are also read in the repository, so they are plain Markdown. Links in the pages name files and headings, so
+# headings of the first three levels get anchors.
 myst_heading_anchors = 3
 
 # Notebooks are stored with results for readers of the repository (`make notebooks`), but each build runs them again.
@@ -65,17 +66,17 @@ nb_execution_timeout = 120
 
 autosummary_generate = True
 maximum_signature_line_length = 88
-autodoc_typehints = "description"  # in the description of each argument, which gives its shape
+autodoc_typehints = "description"  # types are in the description of each argument, next to its shape
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # otherwise attributes of named tuples appear twice
 
-# References to this package must resolve; references to other packages stay text, because a build has no network.
+# References to this package must resolve. References to other packages are plain text, because a build has no network.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!natten_jax\.).*")]
-# Types in signatures that users only pass on, without a page of documentation.
+# Types in signatures without a page of documentation. Users only pass objects of these types from call to call.
 nitpick_ignore = [
     ("py:class", "natten_jax.cost_model.tiles.TimedTiles"),
     ("py:class", "natten_jax.element_types.ElementType"),
@@ -85,11 +86,12 @@ nitpick_ignore = [
     ("py:class", "natten_jax.windows.WindowArguments"),
 ]
 
-#: Matches neither images nor text with brackets, which in a notebook's JSON encloses whole cells.
+#: Matches links to files outside the folder of the pages. It does not match images, and it does not match link texts
+#: that contain brackets: in a notebook's JSON, such a text could enclose whole cells.
 _LINK_OUT_OF_PAGES = re.compile(r"(?<!!)\[([^\[\]]+)\]\((\.\./[^)\s]+)\)")
 
 
-#: Words that readers search for, by the page that the search lists first.
+#: Search words by page. If a reader searches for a word of a page, the search lists that page first.
 _SEARCH_WORDS = {
     "installation": "cuda, install, pip, wheels",
     "windows": "causal, dilation, edges, local attention, sliding window, sliding window attention, stride",
@@ -110,11 +112,11 @@ _SEARCH_WORDS = {
 }
 
 _BOX_DRAWING = re.compile("[│┃━─]")
-_TELEPHONE_COLUMNS = 74  # columns that fit a phone's width in legible letters (site.css)
+_TELEPHONE_COLUMNS = 74  # number of legible letters that fit the width of a phone (site.css)
 
 
 def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None:
-    """Replace links to files outside the site by their paths in the repository."""
+    """Replace each link to a file outside the site by the file's path in the repository."""
 
     def path(link: re.Match[str]) -> str:
         target = (_DOCS / page).parent.joinpath(link[2]).resolve()
@@ -131,11 +133,14 @@ def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None
 def _sign_flax_modules(
     app: Sphinx, kind: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str, str | None] | None:
-    """Show the arguments and types of a Flax module, which its metaclass hides, without default functions."""
+    """Show the arguments of a Flax module and their types, which the metaclass of the module hides.
+
+    Default values other than strings, numbers, booleans and ``None`` are shown as ``...``.
+    """
     if kind != "class" or not name.startswith(("natten_jax.flax_modules.nnx.", "natten_jax.flax_modules.linen.")):
         return None
     _, *parameters = signature_of(obj.__init__).parameters.values()
-    parameters = [each for each in parameters if each.name not in ("parent", "name")]  # added by Flax
+    parameters = [each for each in parameters if each.name not in ("parent", "name")]  # Flax adds these two
     typed = [each for each in parameters if each.annotation != each.empty]
     types = {each.name: stringify_annotation(each.annotation, "smart") for each in typed}
     app.env.current_document.autodoc_annotations[name] = types
@@ -159,7 +164,7 @@ def _show_one_signature(app: Sphinx) -> None:
 
 
 def _class_printed_tables(_: Sphinx, doctree: nodes.document) -> None:
-    """Give blocks with printed tables a CSS class that preserves their columns."""
+    """Give each block that contains a printed table a CSS class that preserves the columns of the table."""
     for block in doctree.findall(nodes.literal_block):
         columns = max((len(line) for line in block.astext().splitlines() if _BOX_DRAWING.search(line)), default=0)
         if columns:
@@ -167,7 +172,7 @@ def _class_printed_tables(_: Sphinx, doctree: nodes.document) -> None:
 
 
 def _add_search_words(app: Sphinx, doctree: nodes.document) -> None:
-    """Add a page's search words to the index as main entries, which the search ranks above other matches."""
+    """Add a page's search words to the index as main entries. The search ranks main entries above other matches."""
     words = _SEARCH_WORDS.get(app.env.current_document.docname, "")
     entries = [("single", word, "", "main", None) for word in words.split(", ") if word]
     if entries:
@@ -175,7 +180,7 @@ def _add_search_words(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Register the extensions; called by Sphinx."""
+    """Connect the functions of this file to events of Sphinx. Sphinx calls this function."""
     unknown = [page for page in _SEARCH_WORDS if not (_DOCS / f"{page}.md").exists()]
     if unknown:
         raise ValueError(f"search words of pages that do not exist: {', '.join(unknown)}")

@@ -1,8 +1,12 @@
-"""Write tables of flags and backends, and outputs of commands, from the program into the pages.
+"""Update the generated parts of the pages: tables of flags and backends, and outputs of commands.
 
-``make tables`` runs it. A table stands between two comments; the first comment names it. An output stands in the block
-after its command. Only commands with the same output on every machine are run: commands about a GPU that need not be
-present and, after a ``$``, commands that fail. A shown output that ends with ``...`` is truncated.
+``make tables`` runs this program. A table is between two comments, and the first comment names the table. Only commands
+whose output is the same on every machine are run:
+
+- commands with ``--compute-capability``, which do not need such a GPU. The output is in the next code block.
+- commands after a ``$``, which fail. The error message is below the command, in the same code block.
+
+If the output in a page ends with ``...``, the new output is truncated to the same number of lines.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from natten_jax.profiler.options import ELEMENT_TYPES, FOREIGN_FLAGS, profiler_p
 
 DOCS = Path(__file__).parent
 PAGES = tuple(sorted(DOCS.glob("*.md")))
-WIDTH = 100  # terminal columns of the commands
+WIDTH = 100  # width of the terminal in which commands run, in columns
 
 _TABLE = re.compile(r"(<!-- table: ([^>\n]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _PROFILER = r"python -m natten_jax\.profiler (?:[^\n`]|\\\n)*"
@@ -43,13 +47,13 @@ _MORE = "...\n"
 
 
 def generated(text: str) -> str:
-    """Update the tables and samples of a page."""
+    """Return the text of a page with updated tables and outputs."""
     text = _TABLE.sub(lambda match: f"{match[1]}\n{table(match[2])}\n\n{match[3]}", text)
     return _SAMPLE.sub(_sample, text)
 
 
 def table(name: str) -> str:
-    """Format a table, by name, in Markdown."""
+    """Return the table of this name in Markdown."""
     if name.startswith("flags "):
         return _flags(name.removeprefix("flags "))
     return _TABLES[name]()
@@ -68,7 +72,7 @@ def _code(*names: object) -> str:
 
 
 def flag_groups() -> dict[str, list[argparse.Action]]:
-    """Flags in the profiler's help, by group title."""
+    """Return the flags in the profiler's help, by the title of their group."""
     return {
         str(group.title): [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         for group in profiler_parser()._action_groups
@@ -93,7 +97,10 @@ def _value(action: argparse.Action) -> str:
 
 
 def _default_and_help(action: argparse.Action) -> tuple[str, str]:
-    """Split a help text into the default and the rest; the default is taken from the help if it is given there."""
+    """Return the default of a flag, and the flag's help text without the default.
+
+    The default is read from the help text, or from the parser if the help text does not state a default.
+    """
     text = _with_code(action.help or "")
     if action.required:
         return "required", text.replace(" (required)", "")
@@ -105,7 +112,7 @@ def _default_and_help(action: argparse.Action) -> tuple[str, str]:
 
 
 def _with_code(text: str) -> str:
-    """Format flags in a text as code: otherwise a double hyphen becomes a dash."""
+    """Format the flags in a text as code. Otherwise, their double hyphens would become dashes."""
     return re.sub(r"(?<![\w-])(--?[a-z][\w-]*)", r"`\1`", text)
 
 
@@ -239,7 +246,7 @@ def _tuned_devices() -> str:
 
 
 def _tuned_tables() -> list[TunedTable]:
-    """All measured passes, including passes for which the default is kept."""
+    """Return the tables of all devices. They contain all measured passes, even if the default was kept."""
     files = (DOCS.parent / "bench" / "results" / "tuned").glob("*.json")
     tables = [TunedTable.from_text(file.read_text(encoding="utf-8")) for file in files]
     return sorted(tables, key=lambda table: table.device)
@@ -277,7 +284,15 @@ def _sample(match: re.Match[str]) -> str:
 
 
 def run(command: str, *, fails: bool) -> str:
-    """Output of a command on a host without GPUs: its result, or its error message and the lines after it."""
+    """Run a command without GPUs, and return its output.
+
+    Args:
+        command: The command.
+        fails: True if the command must fail. The output then begins with the error message.
+
+    Raises:
+        RuntimeError: The command failed although ``fails`` is false, or succeeded although ``fails`` is true.
+    """
     arguments = [sys.executable, *shlex.split(command.replace("\\\n", " "))[1:]]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": str(WIDTH), "PYTHONUTF8": "1"}
     finished = subprocess.run(
@@ -290,7 +305,7 @@ def run(command: str, *, fails: bool) -> str:
 
 
 def main() -> None:
-    """Rewrite every outdated page."""
+    """Update every page whose generated parts are outdated."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if (new := generated(text)) != text:

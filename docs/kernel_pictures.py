@@ -33,7 +33,7 @@ def bare(ax: Any, title: str) -> None:
 
 
 def timeline(ax: Any) -> None:
-    """Draw two alternating warpgroups: one uses the tensor cores while the other computes exponentials."""
+    """Draw a timeline of two warpgroups: one uses the tensor cores while the other computes exponentials."""
     rows = {"loads": 3, "warpgroup 1": 2, "warpgroup 2": 1, "matrix units": 0}
     tiles, half, gap = 3, 2.0, 0.12
     for tile in range(tiles + 1):
@@ -92,7 +92,7 @@ def shared_memory(ax: Any) -> None:
 
 
 def grid(ax: Any, rows: int, columns: int) -> None:
-    """Draw the tokens of an image."""
+    """Draw the tokens of an image as a grid."""
     ax.hlines(range(rows + 1), 0, columns, color=FAINT, linewidth=0.6)
     ax.vlines(range(columns + 1), 0, rows, color=FAINT, linewidth=0.6)
     ax.set(xlim=(-0.2, columns + 0.2), ylim=(rows + 0.2, -0.2), aspect="equal")
@@ -105,7 +105,7 @@ def area(ax: Any, rows: tuple[int, int], columns: tuple[int, int], color: str, *
 
 
 def small_windows(step: int) -> Draw:
-    """Draw a warp's tile and the groups of tokens that it multiplies with."""
+    """Draw one of three panels: a warp's query tile, the box of keys that two tiles see, or the key groups in a box."""
     extent, kernel_size, tile, region = 24, 7, (2, 8), (2, 1)
     group = limits("small")["column_tokens"]
     window = problem_of((extent, extent), kernel_size).axes[-1].window
@@ -120,7 +120,7 @@ def small_windows(step: int) -> Draw:
     owns = tuple((at, at + size * count) for at, size, count in zip(first, tile, region, strict=True))
     sees = tuple(seen(at, end - at) for at, end in own)
     holds = tuple(seen(at, end - at) for at, end in owns)
-    # Groups are adjacent, starting at the first token of the box.
+    # Groups of keys are adjacent. The first group starts at the first column of the box.
     groups = tuple(range(holds[1][0], holds[1][1], group))
     titles = (
         "a tile:\n16 queries of a warp",
@@ -131,7 +131,7 @@ def small_windows(step: int) -> Draw:
     def draw(ax: Any) -> None:
         bare(ax, titles[step])
         grid(ax, extent, extent)
-        ax.set(xlim=(2.8, 21.2), ylim=(18.2, 2.8))  # crop the empty surroundings
+        ax.set(xlim=(2.8, 21.2), ylim=(18.2, 2.8))  # show only the part of the image around the box
         if step > 0:
             width = (groups[0], groups[-1] + group)
             area(ax, holds[0], width if step == 2 else holds[1], LOAD)
@@ -153,10 +153,13 @@ def small_windows(step: int) -> Draw:
 
 
 def ring(step: int) -> Draw:
-    """Draw a strip of tiles that moves along a layout, and its prefetched slabs."""
+    """Draw four warps that move down a layout together, at one of two consecutive steps.
+
+    Each warp has a tile of queries. The keys that the warps see are loaded in slabs, which are groups of rows.
+    """
     layout, kernel_size, side, beside, block, slots = (36, 44), 13, 4, 4, 4, 7
     window = problem_of(layout, kernel_size).axes[0].window
-    first = 12, 16  # first query of the strip's first warp
+    first = 12, 16  # first query of the first warp
     titles = ("a strip of 4 warps, and\nwhat one of them sees", "a step later: one slab\nis left, another comes")
 
     def seen(first: int, tokens: int, extent: int) -> tuple[int, int]:
@@ -172,7 +175,7 @@ def ring(step: int) -> Draw:
         sees = seen(first[1] + side, side, layout[1])
         for slab in range(slots):
             begin = rows[0] + slab * block
-            color = LOAD if begin < rows[1] else FAINT  # prefetched for later steps
+            color = LOAD if begin < rows[1] else FAINT  # FAINT slabs are prefetched for later steps
             area(ax, (begin, begin + block), columns, color, edgecolor="white", linewidth=1.5)
         for begin in range(rows[0], rows[1], block):
             for number, start in enumerate(range(*sees, block)):
@@ -198,7 +201,7 @@ ROLES = (
 
 
 def road(ax: Any) -> None:
-    """Draw the functions that a call runs, a row for each stage."""
+    """Draw the functions that a call runs, with a row for each stage: tracing, lowering and execution."""
     width, step = 3.4, 4.0
     ax.set(xlim=(-width / 2 - 0.2, 4 * step + width / 2 + 0.2), ylim=(-0.7, 5.1))
     bare(ax, "")

@@ -1,4 +1,4 @@
-"""Draw the pictures of windows and halos in the documentation: ``make pictures``, which sets the path to ``bench``."""
+"""Draw the documentation's pictures of windows and halos. ``make pictures`` runs this, with ``bench`` in the path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from natten_jax.plot import _cells, plot_window, plot_windows
 from natten_jax.problem import problem_of
 
 IMAGES = Path(__file__).parent / "images"
-#: Tokens of other devices; local tokens; local tokens whose windows reach into a halo; halos.
+#: Colors of other devices' tokens, of local tokens, of local tokens whose windows extend into a halo, and of halos.
 PART_COLORS = FAINT, LIGHT_BLUE, BLUE, ORANGE
 PART_NAMES = "of others", "own", "own, that see the halo", "halo"
 Draw = Callable[[Any], Any]
@@ -25,7 +25,7 @@ Draw = Callable[[Any], Any]
 def picture(
     name: str, height: float, *panels: Draw, in_a_column: bool = False, legend: Mapping[str, str] | None = None
 ) -> None:
-    """Save up to three panels in a row or a column; the height is in inches."""
+    """Save a picture of up to three panels in a row or a column. ``height`` is in inches."""
     shape = (len(panels), 1) if in_a_column else (1, len(panels))
     with style():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -44,12 +44,19 @@ def window(title: str, query: tuple[int, ...] = (6, 6), layout: tuple[int, ...] 
 
 
 def windows(title: str, **facts: Any) -> Draw:
-    """Draw all windows of a line of tokens."""
+    """Draw the windows of all queries of a sequence."""
     return lambda ax: plot_windows(14, ax=ax, title=title, **facts)
 
 
 def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: Any) -> Draw:
-    """Draw the local tokens and halos of the device at a position of a split image."""
+    """Draw an image that is split over a grid of devices, with the local tokens and the halos of one device.
+
+    Args:
+        title: Title of the panel.
+        parts: Extents of the grid of devices.
+        place: Index of the drawn device in this grid.
+        facts: Window arguments.
+    """
 
     def draw(ax: Any) -> None:
         problem = problem_of((12, 32), **facts)
@@ -85,7 +92,10 @@ def part(title: str, parts: tuple[int, int], place: tuple[int, int], **facts: An
 
 
 def logo() -> None:
-    """Draw a window of 3 x 3 around a query in a layout of 5 x 5, legible at 16 pixels on light and dark pages."""
+    """Draw the logo: a window of 3 x 3 tokens around a query, in a layout of 5 x 5 tokens.
+
+    It is legible at a size of 16 pixels, on light and on dark pages.
+    """
     cells = []
     for row, column in np.ndindex(5, 5):
         is_seen = 1 <= row <= 3 and 1 <= column <= 3

@@ -1,4 +1,4 @@
-"""Run the tutorial's program, and draw its loss and its attention: ``make pictures``."""
+"""Run the tutorial's program, and draw the loss and the attention weights that it computes: ``make pictures``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def program_of(page: str) -> str:
 
 
 def main() -> None:
-    """Run the page's program, and draw its loss and its attention in the site's style."""
+    """Run the tutorial's program, and draw the loss and the attention weights in the site's style."""
     os.environ["MPLBACKEND"] = "Agg"
     found: dict[str, Any] = {}
     with TemporaryDirectory() as folder, contextlib.chdir(folder):  # the tutorial saves its pictures there
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def cells(axes: Any, values: np.ndarray, color: str, title: str) -> None:
-    """Draw an image as squares whose opacity is the value, which works on light and dark pages."""
+    """Draw an array as squares whose opacities are the values, so that they are visible on light and dark pages."""
     axes.add_patch(Rectangle((0, 0), 8, 8, facecolor=FAINT, edgecolor="none"))
     for (row, column), value in np.ndenumerate(values):
         if value > 0.01:

@@ -1,10 +1,11 @@
-"""Generate with a causal sliding-window transformer from a key-value cache, token by token.
+"""Generate sequences token by token, with a causal sliding-window transformer and a key-value cache.
 
-The sequences of a batch have different lengths, so each is at a different position; one compiled step serves all
-positions. The cache keeps the keys and values of all tokens (``--cache whole``), or only of the current window, in a
-ring buffer. Afterwards the logits of every step are compared with a single pass over the whole sequences.
+The prompts of a batch have different lengths, so a step processes a different position of each sequence. The step is
+compiled only once, for all positions. The cache keeps the keys and values of all tokens (``--cache whole``), or
+only those of the current window in a ring buffer (``--cache ring``). Afterwards, the logits of all steps are compared
+with the logits of a single pass over the whole sequences.
 
-Parameters and generated tokens are random: the example shows the mechanism, not a trained model.
+Parameters and prompts are random: the example shows the mechanism, not a trained model.
 
     python examples/decode.py --tokens 64 --window 16 --cache ring
 """
@@ -43,7 +44,7 @@ class Cache(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A transformer over a vocabulary."""
+    """Parameters of a transformer: token embeddings, layers, and the projection to the logits of the vocabulary."""
 
     embeddings: jax.Array
     layers: tuple[Layer, ...]
@@ -79,14 +80,17 @@ def normalized(tokens: jax.Array) -> jax.Array:
 
 
 def projected(layer: Layer, tokens: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return query, key and value of ``[batch, tokens, features]``, rotated by angles ``[batch, tokens, pairs]``."""
+    """Project ``[batch, tokens, features]`` to query, key and value.
+
+    Query and key are rotated by angles ``[batch, tokens, pairs]``.
+    """
     query, key, value = (jnp.einsum("btf,fhd->bthd", normalized(tokens), each) for each in layer[:3])
     turned = jax.vmap(apply_rotary)
     return turned(query, angles), turned(key, angles), value
 
 
 def with_layer(layer: Layer, tokens: jax.Array, attended: jax.Array) -> jax.Array:
-    """Apply the rest of a layer to the attention output."""
+    """Apply the output projection and the MLP of a layer, each with a residual connection."""
     tokens = tokens + jnp.einsum("bthd,hdf->btf", attended, layer.out)
     return tokens + jax.nn.gelu(normalized(tokens) @ layer.expand) @ layer.contract
 
@@ -106,13 +110,13 @@ def logits_at_once(model: Model, ids: jax.Array, angles: jax.Array, window: int)
 def step(
     model: Model, caches: tuple[Cache, ...], ids: jax.Array, places: jax.Array, angles: jax.Array, window: int
 ) -> tuple[tuple[Cache, ...], jax.Array]:
-    """Append one token to each sequence, each at its position; return the new caches and the logits.
+    """Process one token of each sequence; return the new caches and the logits ``[batch, vocabulary]``.
 
     Args:
         model: The model.
-        caches: Cache of each layer. If it has fewer slots than there are positions, it is a ring buffer.
+        caches: Cache of each layer. A cache with fewer slots than positions is a ring buffer.
         ids: Token ids, ``[batch]``.
-        places: Their positions, ``[batch]``.
+        places: Positions of the tokens in their sequences, ``[batch]``.
         angles: Rotary angles, ``[positions, pairs]``.
         window: Window size in tokens.
     """
@@ -125,7 +129,7 @@ def step(
         cache = Cache(put(cache.keys, key, places % slots), put(cache.values, value, places % slots))
         if slots == len(angles):
             attended = na1d(query, *cache, window, is_causal=True, query_origin=places[:, None])
-        else:  # a ring buffer has the current window in any order, and is partly empty at first
+        else:  # a ring buffer contains the current window in any order; at first, some slots are empty
             attended = attention(query, *cache, kv_lengths=jnp.minimum(places + 1, slots))
         tokens = with_layer(layer, tokens, attended)
         new.append(cache)
@@ -146,7 +150,7 @@ def generate(
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts])
     logits = np.zeros((batch, options.tokens, options.vocabulary), np.float32)
-    # The longest prompt starts first; shorter prompts wait, so that all prompts end at the same step.
+    # The longest prompt starts at step 0. Shorter prompts start later, so that all prompts end at the same step.
     starts = lengths.max() - lengths
     rows = np.arange(batch)
     for tick in range(options.tokens):
@@ -160,7 +164,7 @@ def generate(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Generate, and compare with a single pass over the whole sequences."""
+    """Generate sequences, and compare the logits with the logits of a single pass."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a sequence, including its prompt")
     parser.add_argument("--prompts", type=int, nargs="+", default=[3, 17, 9], help="tokens of each prompt")

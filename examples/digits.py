@@ -1,8 +1,9 @@
 """Train a small neighborhood attention classifier on handwritten digits.
 
-The 1797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. A fifth of them, equally many of each
-digit, is held out for the test accuracy that is printed after every epoch. With `--compare`, a second model starts from
-the same parameters and sees the same images, but uses another backend and dtype.
+The 1797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. A fifth of the images is the test set,
+in which each digit has the same share as in all images. The accuracy on the test set is printed after every epoch. With
+`--compare`, a second model is trained on the same images from the same initial parameters, but with another backend and
+dtype.
 
     python examples/digits.py --output digits.png
     python examples/digits.py --dtype bfloat16 --compare flex-fna:float32
@@ -27,12 +28,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-matplotlib.use("Agg")  # there may be no display
-import matplotlib.pyplot as plt  # must follow the choice of a backend
+matplotlib.use("Agg")  # does not need a display
+import matplotlib.pyplot as plt  # must be imported after the backend is selected
 from matplotlib.colors import LinearSegmentedColormap
 
 CLASSES = 10
-GRAY = "#7d8896"  # text on light and on dark pages
+GRAY = "#7d8896"  # text color that is legible on light and on dark pages
 DTYPES = ("float32", "float16", "bfloat16")
 IMAGE_SIZE = 8
 
@@ -45,7 +46,7 @@ class Data(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """Backend of the attention, and the dtype of the blocks."""
+    """Backend of the attention, and the dtype in which the blocks compute."""
 
     backend: str | None
     dtype: str
@@ -74,7 +75,7 @@ class Block(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """Treat every pixel as a token that attends to the pixels around it; classify the mean over all tokens."""
+    """Classifier with a token per pixel. Tokens attend to their neighborhoods; the mean of all tokens is classified."""
 
     def __init__(self, features: int, depth: int, kernel_size: int, arithmetic: Arithmetic, rngs: nnx.Rngs) -> None:
         self.dtype = jnp.dtype(arithmetic.dtype)
@@ -104,7 +105,7 @@ def load(seed: int) -> tuple[Data, Data]:
 
 @nnx.jit
 def train_step(model: Classifier, optimizer: nnx.Optimizer[Any], images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Update the model in place; returns the loss."""
+    """Update the model in place; return the loss."""
 
     def loss_of(model: Classifier) -> jax.Array:
         targets = optax.smooth_labels(jax.nn.one_hot(labels, CLASSES), alpha=0.1)
@@ -187,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = Classifier(options.features, options.depth, options.kernel_size, run, nnx.Rngs(options.seed))
         models.append(model)
         optimizers.append(nnx.Optimizer(model, optax.adamw(schedule, weight_decay=0.05), wrt=nnx.Param))
-    curves = []  # mean losses per epoch, one per model
+    curves = []  # for each epoch, the mean loss of each model
     order = np.random.default_rng(options.seed)
 
     columns = TextColumn("epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

@@ -1,11 +1,12 @@
-"""Train a hierarchical image classifier of neighborhood attention: NAT, or its dilated form DiNAT.
+"""Train a hierarchical image classifier with neighborhood attention: NAT, or its dilated form DiNAT.
 
-The model has four stages of blocks; each stage has half as many rows and columns of tokens as the previous one, and
-twice as many features. A window of 7 x 7 tokens slides over them; in DiNAT, every other block spreads its window over
-the whole layout. The presets have the published widths, depths, heads and dilations; stochastic depth, layer scale and
-relative position biases are left out.
+The model has four stages of blocks. Each stage has half as many rows and columns of tokens as the previous stage, and
+twice as many features. Each token attends to a window of 7 x 7 tokens. In DiNAT, every other block dilates its windows
+as much as the layout allows. Except for ``toy``, the presets have the published widths, depths and numbers of heads,
+and for images of 224 x 224 pixels also the published dilations. Stochastic depth, layer scale and relative position
+biases are left out.
 
-Images are generated, so that nothing is downloaded; alternatively, use scikit-learn's handwritten digits, enlarged.
+Nothing is downloaded: the images are generated or, with ``--data digits``, scikit-learn's handwritten digits, enlarged.
 
     python examples/dinat.py
     python examples/dinat.py --preset tiny --image-size 224 --batch 64 --dtype bf16 --profile
@@ -29,13 +30,16 @@ from timed_steps import TimedSteps
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 HEAD_DIM = 32
-ORIENTATIONS, FREQUENCIES = 8, (4.0, 8.0)  # of generated images; frequencies are in periods per image
-SMALLEST_IMAGE = 32  # the last stage then has an extent of 1
+ORIENTATIONS, FREQUENCIES = 8, (4.0, 8.0)  # of generated gratings; frequencies are in periods per image
+SMALLEST_IMAGE = 32  # the layout of the last stage then has one token
 TEST_IMAGES = 256
 
 
 class Preset(NamedTuple):
-    """Size of a model: features and blocks per stage, and the width factor of MLPs."""
+    """Size of a model: features of the first stage, blocks per stage, and the width ratio of MLPs.
+
+    The width ratio is the number of hidden features, divided by the number of input features.
+    """
 
     width: int
     depths: tuple[int, ...]
@@ -43,7 +47,7 @@ class Preset(NamedTuple):
 
 
 PRESETS = {
-    "toy": Preset(32, (1, 2, 2, 1), 2),  # for a CPU
+    "toy": Preset(32, (1, 2, 2, 1), 2),  # small enough for a CPU
     "mini": Preset(64, (3, 4, 6, 5), 3),
     "tiny": Preset(64, (3, 4, 18, 5), 3),
     "small": Preset(96, (3, 4, 18, 5), 2),
@@ -62,7 +66,7 @@ class Settings(NamedTuple):
 
 
 def window(layout: int, kernel_size: int, dilated: bool) -> tuple[int, int]:
-    """Return the window extent and dilation of a block; the extent is clipped to the layout."""
+    """Return the window size and the dilation of a block. The window size is limited to the extent of the layout."""
     kernel_size = min(kernel_size, layout)
     return kernel_size, layout // kernel_size if dilated else 1
 
@@ -102,7 +106,7 @@ class Classifier(nnx.Module):
         types: dict[str, Any] = {"dtype": settings.dtype, "rngs": rngs}
 
         def halving(in_features: int, features: int, *, use_bias: bool = True) -> nnx.Conv:
-            # Padded like the published models: JAX's "SAME" would pad even sizes only on one side.
+            # Pad both sides, like the published models. For even sizes, JAX's "SAME" would pad only one side.
             return nnx.Conv(in_features, features, (3, 3), strides=2, padding=1, use_bias=use_bias, **types)
 
         features, layout = preset.width, halved(halved(image_size))
@@ -138,11 +142,11 @@ def halved(extent: int) -> int:
 
 
 class Data(NamedTuple):
-    """Images ``[n, size, size, 3]``, with values around [-1, 1], and labels ``[n]``.
+    """Data set of images ``[n, size, size, 3]`` with values of about -1 to 1, and of labels ``[n]``.
 
     Attributes:
-        classes: Number of labels.
-        batch: Returns the training batch of a step, by its number.
+        classes: Number of classes.
+        batch: Function that returns the training batch of a step, given the number of the step.
         test: Test set.
     """
 
@@ -152,7 +156,10 @@ class Data(NamedTuple):
 
 
 def gratings(options: argparse.Namespace) -> Data:
-    """Return noisy gratings of random phase and color; the class is the orientation and the frequency."""
+    """Return a data set of noisy gratings with random phases and colors.
+
+    Each combination of an orientation and a frequency is a class.
+    """
     size, classes = options.image_size, ORIENTATIONS * len(FREQUENCIES)
 
     def draw(key: jax.Array, label: jax.Array) -> jax.Array:
@@ -196,7 +203,11 @@ def digits(options: argparse.Namespace) -> Data:
 
 
 def step_of(graph: nnx.GraphDef[Classifier], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """Build a training step: (parameters and optimizer state), images, labels -> new state, loss."""
+    """Build a training step.
+
+    The step maps a state, images and labels to the next state and the loss. A state consists of the parameters and the
+    optimizer's state.
+    """
 
     def step(state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
         parameters, optimizer_state = state
@@ -221,7 +232,7 @@ def accuracy(graph: nnx.GraphDef[Classifier], parameters: Any, data: Data, batch
 
 
 def count_parameters(parameters: Any) -> int:
-    """Return the number of learned values; ``parameters`` may be abstract."""
+    """Return the number of learned values. The leaves of ``parameters`` need only shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(parameters))
 
 
@@ -252,7 +263,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train; print losses, the time of a step, the accuracy and, if requested, the share of attention in a step."""
+    """Train a model; print losses, the time of a step and the accuracy.
+
+    If requested, also print the share of attention in the device time of a step.
+    """
     options = parse(arguments)
     data = {"generated": gratings, "digits": digits}[options.data](options)
     preset = PRESETS[options.preset]

@@ -1,14 +1,14 @@
 """Train an hourglass diffusion transformer (HDiT, Crowson et al. 2024) on handwritten digits, and sample from it.
 
-Patches of an image are tokens. Each level of the hourglass merges 2 x 2 tokens of the level above into one. The second
-half of the hourglass splits the tokens again, and interpolates between the result and the skip connection with a
-learned weight. Outer levels have neighborhood attention and the innermost level global attention, so that the cost of a
-step grows linearly with the number of pixels, not with its square. Queries and keys have a learned length per head
-(cosine similarity) and are rotated by position (RoPE). The condition on noise level and class scales the normalizations
-before attention and MLP.
+The tokens are patches of an image. In the first half of the hourglass, each level merges 2 x 2 tokens of the previous
+level into one. The second half splits the tokens again. A learned weight interpolates between the split tokens and the
+skip connection. The outer levels have neighborhood attention, and the innermost level has global attention. If the
+innermost level has a constant number of tokens, the cost of a step is therefore linear in the number of pixels, not
+quadratic. Queries and keys are normalized (cosine similarity), scaled by a learned factor per head, and rotated by
+position (RoPE). The noise level and the class determine the scales of the normalizations before attention and MLP.
 
-The objective is rectified flow: the model sees a linear mixture of an image and noise and estimates the velocity from
-one to the other. Sampling integrates the velocity from noise to an image with Euler steps.
+The objective is rectified flow. The model receives a linear mixture of an image and noise, and estimates the velocity
+from the image to the noise. Sampling starts from noise, and integrates the velocity backwards with Euler steps.
 
     python examples/hdit.py --output samples.png
     python examples/hdit.py --data blobs --widths 128 256 512 --depths 2 2 4 --image-size 128 --patch 2 \\
@@ -34,15 +34,15 @@ from timed_steps import TimedSteps
 from natten_jax import attention, backends, na2d
 from natten_jax.rotary import apply_rotary, rotary_angles
 
-matplotlib.use("Agg")  # there may be no display
-import matplotlib.pyplot as plt  # must follow the choice of a backend
+matplotlib.use("Agg")  # does not need a display
+import matplotlib.pyplot as plt  # must be imported after the backend is selected
 
-BLOBS = 3  # per generated picture
+BLOBS = 3  # number of blobs per generated picture
 CLASSES = 10  # digits
-CONDITION = 256  # features of the embedded noise level and class
+CONDITION = 256  # number of features of the embedded noise level and class
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-GRAY = "#7d8896"  # text on light and on dark pages
-EPSILON = 1e-6  # added to sums and means of squares before a division by their root
+GRAY = "#7d8896"  # text color that is legible on light and on dark pages
+EPSILON = 1e-6  # added to a sum or mean of squares before a division by its square root
 HEAD_DIM = 64
 MLP_RATIO = 3
 MAPPING_DEPTH = 2
@@ -57,13 +57,16 @@ class Settings(NamedTuple):
 
 
 def linear(in_features: int, features: int, dtype: Any, rngs: nnx.Rngs, *, is_zero: bool = False) -> nnx.Linear:
-    """Create a projection without bias; zero weights at the end of a branch make the branch start as the identity."""
+    """Create a projection without bias.
+
+    If ``is_zero``, the weights start at zero. A residual branch that ends with such a projection is zero at first.
+    """
     initializer = nnx.initializers.zeros_init() if is_zero else nnx.initializers.lecun_normal()
     return nnx.Linear(in_features, features, use_bias=False, kernel_init=initializer, dtype=dtype, rngs=rngs)
 
 
 class GatedPerceptron(nnx.Module):
-    """GEGLU MLP: one half of the hidden features gates the other."""
+    """GEGLU MLP: one half of the hidden features gates the other half."""
 
     def __init__(self, features: int, dtype: Any, rngs: nnx.Rngs) -> None:
         self.expand = linear(features, 2 * MLP_RATIO * features, dtype, rngs)
@@ -75,20 +78,20 @@ class GatedPerceptron(nnx.Module):
 
 
 class AdaptiveNorm(nnx.Module):
-    """RMS normalization whose scale depends on the noise level."""
+    """RMS normalization whose scale depends on the noise level and the class."""
 
     def __init__(self, features: int, dtype: Any, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(features, epsilon=EPSILON, use_scale=False, dtype=jnp.float32, rngs=rngs)
         self.scale = linear(CONDITION, features, dtype, rngs, is_zero=True)
 
     def __call__(self, tokens: jax.Array, condition: jax.Array) -> jax.Array:
-        # bfloat16's eight bits cannot represent a small change of a scale of 1.
+        # Add 1 in float32: with eight bits of precision, bfloat16 cannot represent scales that differ slightly from 1.
         scale = 1 + self.scale(condition).astype(jnp.float32)
         return (self.norm(tokens) * scale[:, None, None]).astype(tokens.dtype)
 
 
 class Attention(nnx.Module):
-    """Cosine-similarity attention of tokens ``[batch, height, width, features]``, with windows or over all tokens."""
+    """Cosine-similarity attention over tokens ``[batch, height, width, features]``, with windows or global."""
 
     def __init__(self, features: int, is_global: bool, settings: Settings, rngs: nnx.Rngs) -> None:
         self.settings, self.is_global = settings, is_global
@@ -101,7 +104,7 @@ class Attention(nnx.Module):
         split = self.project(tokens).reshape(*tokens.shape[:-1], 3, -1, HEAD_DIM)
         query, key, value = (split[..., number, :, :] for number in range(3))
         angles = axial_angles(tokens.shape[1:3])
-        # The operators take one scale for all heads, so the queries carry the per-head scale.
+        # The operators take one scale for all heads, so the queries are multiplied by the scale of each head.
         query = apply_rotary(normalized(query) * self.scale[...], angles).astype(value.dtype)
         key = apply_rotary(normalized(key), angles).astype(value.dtype)
         attended = self._all(query, key, value) if self.is_global else self._windows(query, key, value)
@@ -123,10 +126,11 @@ def normalized(heads: jax.Array) -> jax.Array:
 
 
 def axial_angles(layout: tuple[int, ...]) -> jax.Array:
-    """Return rotary angles ``[height, width, pairs]`` of half a head's features: a quarter by row, a quarter by column.
+    """Return rotary angles ``[height, width, pairs]`` for half of the features of a head.
 
+    A quarter of the features is rotated by the row of the token, and another quarter by the column.
     Positions range from -1 to 1 for any number of tokens, so that all levels have the same coordinates. Frequencies
-    range from half a rotation per unit of position to almost ten times as much.
+    range from 0.5 to about 3.7 rotations per unit of position.
     """
     positions = [np.pi * (2 * np.arange(extent) + 1 - extent) / extent for extent in layout]
     return rotary_angles(layout, HEAD_DIM, features=2 * [HEAD_DIM // 4], positions=positions, theta=0.1)
@@ -147,7 +151,7 @@ class Block(nnx.Module):
 
 
 def merged(pixels: jax.Array, size: int) -> jax.Array:
-    """Merge squares of tokens of ``[batch, height, width, features]`` into the features of single tokens."""
+    """Merge each square of tokens of ``[batch, height, width, features]`` into one token with all their features."""
     batch, height, width, features = pixels.shape
     squares = pixels.reshape(batch, height // size, size, width // size, size, features)
     return squares.swapaxes(2, 3).reshape(batch, height // size, width // size, size * size * features)
@@ -161,7 +165,10 @@ def split(tokens: jax.Array, size: int) -> jax.Array:
 
 
 class Level(nnx.Module):
-    """Blocks before and after the next level, which has a quarter of the tokens; the last level has only blocks."""
+    """A level of the hourglass: blocks, the next level with a quarter of the tokens, and more blocks.
+
+    The innermost level has only the first blocks.
+    """
 
     def __init__(self, widths: Sequence[int], depths: Sequence[int], settings: Settings, rngs: nnx.Rngs) -> None:
         features, *inner = widths
@@ -190,12 +197,16 @@ class Level(nnx.Module):
 
 
 class Mapping(nnx.Module):
-    """Embed noise levels ``[batch]``, from 0 to 1, and classes ``[batch]`` into the condition of the normalizations."""
+    """Network that embeds noise levels and classes, both ``[batch]``, into the condition of the normalizations.
+
+    Noise levels are from 0 to 1.
+    """
 
     def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
         self.dtype = dtype
         self.embed = linear(CONDITION, CONDITION, dtype, rngs)
-        as_long = nnx.initializers.normal(1.0)  # as large as the noise level's waves, which would otherwise dominate
+        # Initial embeddings of classes are as large as embeddings of noise levels, which would otherwise dominate.
+        as_long = nnx.initializers.normal(1.0)
         self.classes = nnx.Embed(CLASSES, CONDITION, dtype=dtype, embedding_init=as_long, rngs=rngs)
         self.norms = nnx.List([nnx.RMSNorm(CONDITION, dtype=dtype, rngs=rngs) for _ in range(MAPPING_DEPTH + 1)])
         self.perceptrons = nnx.List([GatedPerceptron(CONDITION, dtype, rngs) for _ in range(MAPPING_DEPTH)])
@@ -210,7 +221,7 @@ class Mapping(nnx.Module):
 
 
 class Hourglass(nnx.Module):
-    """The model. Parameters are always float32."""
+    """The diffusion transformer. Parameters are always float32."""
 
     def __init__(
         self, widths: Sequence[int], depths: Sequence[int], patch: int, settings: Settings, *, rngs: nnx.Rngs
@@ -223,7 +234,10 @@ class Hourglass(nnx.Module):
         self.head = linear(widths[0], 3 * patch**2, settings.dtype, rngs, is_zero=True)
 
     def __call__(self, images: jax.Array, noise_levels: jax.Array, classes: jax.Array) -> jax.Array:
-        """Estimate float32 velocities of noisy images ``[batch, size, size, 3]``; other inputs are ``[batch]``."""
+        """Estimate the velocities of noisy images ``[batch, size, size, 3]``, in float32.
+
+        Noise levels and classes have the shape ``[batch]``.
+        """
         tokens = self.embed(merged(images.astype(self.dtype), self.patch))
         tokens = self.levels(tokens, self.mapping(noise_levels, classes))
         return split(self.head(self.norm(tokens)), self.patch).astype(jnp.float32)
@@ -242,7 +256,10 @@ class Digits:
         self._batch_size = options.batch
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return pictures ``[batch, size, size, 3]``, classes, and a noise key: deterministic per step number."""
+        """Return pictures ``[batch, size, size, 3]``, classes, and a random key for noise.
+
+        Calls with the same step number return the same batch.
+        """
         at_pictures, at_noise = jax.random.split(jax.random.fold_in(self.key, step))
         chosen = jax.random.choice(at_pictures, len(self._images), (self._batch_size,), replace=False)
         return self._images[chosen], self._classes[chosen], at_noise
@@ -258,7 +275,10 @@ class Blobs:
         self._batch_size = options.batch
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return pictures ``[batch, size, size, 3]``, classes, and a noise key: deterministic per step number."""
+        """Return pictures ``[batch, size, size, 3]``, classes, and a random key for noise.
+
+        Calls with the same step number return the same batch.
+        """
         at_pictures, at_noise = jax.random.split(jax.random.fold_in(self.key, step))
         images = self._draw(jax.random.split(at_pictures, self._batch_size))
         return images, jnp.zeros(self._batch_size, int), at_noise
@@ -272,7 +292,7 @@ class Blobs:
         picture = jnp.broadcast_to(background, (self.size, self.size, 3))
         for color, center, radius in zip(colors, centers, radii, strict=True):
             distance = jnp.sqrt(jnp.square(position - center).sum(-1, keepdims=True))
-            cover = jax.nn.sigmoid((radius - distance) * 50)  # soft edges, a fiftieth of the picture wide
+            cover = jax.nn.sigmoid((radius - distance) * 50)  # soft edge, about a fiftieth of the picture wide
             picture = picture + cover * (color - picture)
         return picture
 
@@ -281,7 +301,11 @@ DATA: dict[str, type[Digits] | type[Blobs]] = {"digits": Digits, "blobs": Blobs}
 
 
 def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """Build a training step: (parameters and optimizer state), images, classes, key -> new state, loss."""
+    """Build a training step.
+
+    The step maps a state, images, classes and a random key to the next state and the loss. A state consists of the
+    parameters and the optimizer's state.
+    """
 
     def step(state: Any, images: jax.Array, classes: jax.Array, key: jax.Array) -> tuple[Any, jax.Array]:
         parameters, optimizer_state = state
@@ -303,7 +327,7 @@ def step_of(graph: nnx.GraphDef[Hourglass], optimizer: optax.GradientTransformat
 def sample(
     graph: nnx.GraphDef[Hourglass], parameters: Any, noise: jax.Array, classes: jax.Array, steps: int
 ) -> jax.Array:
-    """Sample images of the given classes from noise of the same shape."""
+    """Sample images of the given classes. ``noise`` has the shape of the images."""
 
     @jax.jit
     def follow(parameters: Any, noise: jax.Array) -> jax.Array:
@@ -317,7 +341,13 @@ def sample(
 
 
 def save_pictures(path: Path, rows: dict[str, tuple[jax.Array, jax.Array]], *, is_labelled: bool) -> None:
-    """Write images with values in [-1, 1], each ``[n, size, size, 3]`` as a row, labelled by class, as a PNG."""
+    """Save images as a PNG file.
+
+    Args:
+        path: File to write.
+        rows: Images ``[n, size, size, 3]`` with values in [-1, 1], and their classes, by the title of the row.
+        is_labelled: Write the class above each image.
+    """
     columns = max(len(images) for images, _ in rows.values())
     figure = plt.figure(figsize=(0.65 * columns, 1.25 * len(rows)), layout="constrained")
     for part, (name, (images, classes)) in zip(
@@ -385,7 +415,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and sample; print losses, the time of a step and, if requested, the share of attention in a step."""
+    """Train a model and sample images; print losses and the time of a step.
+
+    If requested, also print the share of attention in the device time of a step.
+    """
     options = parse(arguments)
     settings = Settings(options.kernel_size, DTYPES[options.dtype], options.backend)
     pictures = DATA[options.data](options)

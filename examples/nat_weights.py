@@ -1,13 +1,15 @@
-"""Run published image classifiers of neighborhood attention from their weights: NAT, DiNAT and DiNAT_s of any size.
+"""Run image classifiers with neighborhood attention from their published weights: NAT, DiNAT and DiNAT_s of any size.
 
 A checkpoint is the ``state_dict`` of the authors' PyTorch model, or of a model in Hugging Face's transformers:
-``ForImageClassification``, ``Model`` or ``Backbone``. Names and shapes of its arrays give widths, depths, heads,
-windows and classes. Hugging Face's ``config.json`` in the folder of the weights gives dilations, the activation and the
-epsilon of normalizations. Without this file, the activation is GELU, the epsilon is 1e-5, and dilations must be named
-unless names of arrays begin with ``nat.``. Unsupported features raise an error.
+``ForImageClassification``, ``Model`` or ``Backbone``. The names and shapes of the arrays determine the widths, depths,
+heads, windows and classes. The dilations, the activation and the epsilon of the normalizations are read from Hugging
+Face's ``config.json`` in the folder of the weights. Without this file, the activation is GELU, and the epsilon is 1e-5.
+The dilations must then be given with ``--dilations``, unless the names of the arrays begin with ``nat.``. Unsupported
+features raise an error.
 
 Nothing is downloaded. Reading a ``.pth`` or ``.bin`` file needs PyTorch, and reading a ``.safetensors`` file needs the
-package ``safetensors``. Without a checkpoint, weights are random, and the time of a batch is printed.
+package ``safetensors``. Without ``--checkpoint``, the weights are random. Without ``--image``, the time of a batch of
+random images is printed.
 
     python examples/nat_weights.py --checkpoint dinat-mini/model.safetensors --image photo.png
     python examples/nat_weights.py --checkpoint dinat_mini_in1k_224.pth --dilations dinat --image photo.png
@@ -39,14 +41,15 @@ from timed_steps import TimedSteps
 
 from natten_jax import na2d
 
-#: Dilation of every other block, by stage: ``dinat`` is for images of 224 x 224 pixels, ``dinat-384`` for images of 384
-#: x 384.
+#: Dilation of every other block, by stage. ``dinat`` is for images of 224 x 224 pixels, and ``dinat-384`` is for images
+#: of 384 x 384 pixels.
 DILATIONS = {"nat": (1, 1, 1, 1), "dinat": (8, 4, 2, 1), "dinat-384": (13, 6, 3, 1)}
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-#: Mean and standard deviation of ImageNet by color channel; the models expect pixels that are normalized with them.
+#: Mean and standard deviation of ImageNet by color channel. The models expect pixels that are normalized with these
+#: values.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-#: Rows and columns of the images of the published models.
+#: Heights and widths, in pixels, of the square images of the published models.
 IMAGE_SIZES = (224, 384)
 CLASSES = 1000
 
@@ -76,7 +79,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Size(NamedTuple):
-    """A model: features and heads of the first stage, blocks per stage, and the width factor of MLPs."""
+    """Size of a model: features and heads of the first stage, blocks per stage, and the width ratio of MLPs.
+
+    The width ratio is the number of hidden features, divided by the number of input features.
+    """
 
     width: int
     heads: int
@@ -92,7 +98,7 @@ SIZES = {
     "large": Size(192, 6, (3, 4, 18, 5), 2),
 }
 
-#: Patterns of Hugging Face's names and of DiNAT_s's names, and their replacements: the authors' names of NAT.
+#: Patterns in the names of arrays of Hugging Face and of DiNAT_s, with their replacements in the authors' names of NAT.
 _NAMES = (
     (r"^(di)?nat\.", ""),
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
@@ -119,18 +125,18 @@ class Architecture(NamedTuple):
     """Properties of a model that follow from the names and shapes of its arrays.
 
     Attributes:
-        channels: Channels of an image.
-        width: Features of the first stage. A stage has twice the features of the stage before.
-        depths: Blocks by stage.
-        heads: Attention heads by stage.
-        hidden: Features inside the perceptrons, by stage.
-        kernel_size: Window of the attention, in both dimensions.
+        channels: Number of channels of an image.
+        width: Number of features of the first stage. Each later stage has twice the features of the previous stage.
+        depths: Number of blocks of each stage.
+        heads: Number of attention heads of each stage.
+        hidden: Number of hidden features of the MLPs of each stage.
+        kernel_size: Size of the attention window in both dimensions.
         merges: True for DiNAT_s: patches are 4 x 4 pixels, and downsampling merges 2 x 2 tokens.
         qkv_bias: True if the projections to query, key and value have a bias.
-        layer_scale: True if every branch is multiplied by a factor per feature.
-        stage_norms: Stages (``stem``, ``stage1``, ...) whose feature maps are normalized in a backbone of transformers.
-            Backbones lack the last normalization and the classification head.
-        classes: Classes, or 0 without a classification head.
+        layer_scale: True if the output of every attention and MLP is multiplied by a factor per feature.
+        stage_norms: Stages (``stem``, ``stage1``, ...) whose feature maps are normalized. Empty unless the checkpoint
+            is a backbone of transformers. A backbone has no final normalization and no classification head.
+        classes: Number of classes, or 0 without a classification head.
     """
 
     channels: int
@@ -147,7 +153,10 @@ class Architecture(NamedTuple):
 
     @classmethod
     def from_arrays(cls, arrays: Arrays) -> Architecture:
-        """Return the architecture of a checkpoint with the authors' names; only the shapes that define it are read."""
+        """Return the architecture of a checkpoint with the authors' names.
+
+        Only the shapes that determine the architecture are read.
+        """
 
         def shape(name: str, dimensions: int) -> tuple[int, ...]:
             if name not in arrays or arrays[name].ndim != dimensions:
@@ -179,7 +188,7 @@ class Architecture(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Features of each stage."""
+        """Number of features of each stage."""
         return tuple(self.width * 2**stage for stage in range(len(self.depths)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -230,13 +239,14 @@ class Architecture(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model, which `jax.jit` takes as an argument.
+    """A loaded model. It is a pytree, so `jax.jit` takes it as an argument.
 
     Attributes:
         parameters: Arrays, by the authors' names.
         dilations: Dilation of each block, by stage.
         activation: Key of ``ACTIVATIONS``.
-        epsilon: Added to variances by the normalizations of blocks and by the last one; all others add 1e-5.
+        epsilon: Value that the normalizations in blocks and the final normalization add to variances. All other
+            normalizations add 1e-5.
     """
 
     parameters: Parameters
@@ -246,18 +256,21 @@ class Model:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Blocks of each stage."""
+        """Number of blocks of each stage."""
         return tuple(map(len, self.dilations))
 
     @property
     def channels(self) -> int:
-        """Channels of an image."""
+        """Number of channels of an image."""
         names = "patch_embed.proj.weight", "patch_embed.proj.0.weight"
         return next(self.parameters[name].shape[1] for name in names if name in self.parameters)
 
     @property
     def image_size(self) -> int:
-        """Smallest published image size at which the first stage, a fourth as large, fits its dilated windows."""
+        """Smallest published image size at which the dilated windows of the first stage fit into the stage's layout.
+
+        This layout has a fourth of the image's rows and columns. If no size is large enough, the largest is returned.
+        """
         window = (self.parameters["levels.0.blocks.0.attn.rpb"].shape[1] + 1) // 2 * max(self.dilations[0])
         return next((size for size in IMAGE_SIZES if window <= size // 4), IMAGE_SIZES[-1])
 
@@ -268,16 +281,18 @@ def load(
     """Load a model from its checkpoint.
 
     Args:
-        state_dict: Arrays, or PyTorch's tensors, by the authors' names or by Hugging Face's.
-        dilations: A key of ``DILATIONS``; or for each stage either the dilation of every other block, or a list of the
-            dilation of each block. ``None`` reads ``config``; without it, names that begin with ``nat.`` imply 1.
-        config: Hugging Face's ``config.json``. ``None`` means GELU and epsilons of 1e-5, with a warning if weights have
-            Hugging Face's names.
+        state_dict: Arrays or PyTorch tensors, by the authors' names or by Hugging Face's names.
+        dilations: A key of ``DILATIONS``, or a sequence with an entry per stage. An entry is the dilation of every
+            other block, or a list of the dilations of all blocks. If ``None``, the dilations are read from ``config``.
+            If ``config`` is also ``None``, names that begin with ``nat.`` imply dilations of 1.
+        config: Contents of Hugging Face's ``config.json``. If ``None``, the activation is GELU, and epsilons are 1e-5;
+            a warning is given if the weights have Hugging Face's names.
 
     Raises:
-        TypeError: Weights are not arrays of floats, or dilations are not integers.
-        ValueError: The weights are not of such a model, ``dilations`` or ``config`` contradict them, or ``config``
-            requires an unsupported feature.
+        TypeError: ``state_dict`` is not a mapping, a weight is not an array of floats, or ``dilations`` is neither a
+            name nor a sequence.
+        ValueError: The weights are not from a NAT, DiNAT or DiNAT_s; ``dilations`` is invalid; ``dilations`` or
+            ``config`` contradicts the weights; or ``config`` requires an unsupported feature.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to weights, got {type(state_dict).__name__}")
@@ -303,7 +318,10 @@ def load(
 
 
 def _renamed(state_dict: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return arrays by the authors' names; weights of query, key and value are concatenated."""
+    """Return the arrays of a checkpoint by the authors' names.
+
+    Separate weights of query, key and value are concatenated.
+    """
     arrays: dict[str, np.ndarray] = {}
     for given, weight in state_dict.items():
         name = given
@@ -327,7 +345,7 @@ def _renamed(state_dict: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _float_array(name: str, weight: Any) -> np.ndarray:
     """Convert a weight to a NumPy array."""
-    if hasattr(weight, "detach"):  # a PyTorch tensor: NumPy rejects gradients, GPU memory and bfloat16
+    if hasattr(weight, "detach"):  # NumPy rejects PyTorch tensors that need gradients, are on GPUs or are bfloat16
         weight = weight.detach().cpu()
         weight = weight.float() if "bfloat16" in str(weight.dtype) else weight
     array = np.asarray(weight)
@@ -337,7 +355,7 @@ def _float_array(name: str, weight: Any) -> np.ndarray:
 
 
 def _check_shapes(arrays: Arrays, architecture: Architecture) -> None:
-    """Raise if arrays are missing, are not part of the model, or have another shape."""
+    """Raise an error if arrays are missing, are not part of the architecture, or do not have the expected shapes."""
     expected = architecture.shapes()
     for problem, names in (("no", expected.keys() - arrays.keys()), ("an unknown", arrays.keys() - expected.keys())):
         if names:
@@ -352,7 +370,7 @@ def _check_shapes(arrays: Arrays, architecture: Architecture) -> None:
 
 
 def _check_config(config: Mapping[str, Any], architecture: Architecture, kind: str | None) -> None:
-    """Raise if a configuration belongs to other weights, or requires an unsupported feature."""
+    """Raise an error if a configuration contradicts the weights, or requires an unsupported feature."""
 
     def refuse(key: str, reason: str) -> ValueError:
         return ValueError(f"config.json has {key} {config.get(key)!r}, {reason}")
@@ -393,7 +411,10 @@ def _check_config(config: Mapping[str, Any], architecture: Architecture, kind: s
 def _block_dilations(
     config: Mapping[str, Any], dilations: Dilations | None, architecture: Architecture
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the dilation of each block, by stage; raise if arguments, model kind and configuration disagree."""
+    """Return the dilation of each block, by stage.
+
+    Raise an error if ``dilations``, ``config`` and the kind of model disagree.
+    """
     kind, depths = config.get("model_type"), architecture.depths
     if dilations == "dinat-384" and architecture.kernel_size != 7:
         raise ValueError("dilations 'dinat-384' are those of 7 x 7 windows; published models of 11 x 11 have 'dinat'")
@@ -403,7 +424,7 @@ def _block_dilations(
         stages = config["dilations"]
         if not isinstance(stages, list) or not all(isinstance(stage, list) for stage in stages):
             raise ValueError(f"config.json has dilations {stages!r}, which must be a list for each stage")
-        # Like transformers, use the first numbers of longer lists.
+        # Like transformers, ignore additional entries at the ends of the lists.
         known = _as_blocks([stage[:depth] for stage, depth in zip(stages, depths, strict=False)], depths)
     elif dilations is None:
         raise ValueError(
@@ -446,10 +467,11 @@ class Features(NamedTuple):
     """Tokens ``[batch, rows, columns, features]`` that a model computes.
 
     Attributes:
-        hidden_states: Tokens of the embedding, and of each stage after its downsampling, as in transformers' ``Model``.
-        feature_maps: Tokens by name (``stem``, ``stage1``, ...): of the embedding, and of each stage before its
-            downsampling. A backbone of transformers normalizes its ``out_features``.
-        tokens: Tokens of the last stage, normalized unless the checkpoint is a backbone.
+        hidden_states: Tokens after the embedding, and tokens after the downsampling of each stage, as in transformers'
+            ``Model``.
+        feature_maps: Tokens after the embedding (``stem``), and tokens before the downsampling of each stage
+            (``stage1``, ...), by name. In a backbone of transformers, feature maps in ``out_features`` are normalized.
+        tokens: Tokens of the last stage. They are normalized unless the checkpoint is a backbone.
         pooled: The mean of ``tokens``, ``[batch, features]``.
     """
 
@@ -460,15 +482,17 @@ class Features(NamedTuple):
 
 
 def classify(model: Model, images: jax.Array, *, backend: str | None = None) -> jax.Array:
-    """Return logits ``[batch, classes]`` of images ``[batch, height, width, channels]``, in the parameters' type.
+    """Return the logits ``[batch, classes]`` of images, in the dtype of the parameters.
 
     Args:
         model: The classifier.
-        images: Normalized with the mean and deviation of ImageNet.
-        backend: The backend of the attention.
+        images: ``[batch, height, width, channels]``. Floats, normalized with the mean and standard deviation of
+            ImageNet.
+        backend: Backend of the attention. ``None`` selects the default backend.
 
     Raises:
-        ValueError: The model lacks a classification head, or the images have another shape.
+        TypeError: The images are not floats.
+        ValueError: The model has no classification head, or the images do not have this shape.
     """
     if "head.weight" not in model.parameters:
         raise ValueError("the checkpoint has no classification head: features(model, images) returns its tokens")
@@ -476,12 +500,13 @@ def classify(model: Model, images: jax.Array, *, backend: str | None = None) -> 
 
 
 def features(model: Model, images: jax.Array, *, backend: str | None = None) -> Features:
-    """Return the tokens of every stage, in the parameters' type. The model may lack a classification head.
+    """Return the tokens of every stage, in the dtype of the parameters.
 
     Args:
-        model: The model.
-        images: ``[batch, height, width, channels]``, normalized with the mean and deviation of ImageNet.
-        backend: The backend of the attention.
+        model: The model, with or without a classification head.
+        images: ``[batch, height, width, channels]``. Floats, normalized with the mean and standard deviation of
+            ImageNet.
+        backend: Backend of the attention. ``None`` selects the default backend.
     """
     parameters = model.parameters
 
@@ -507,7 +532,10 @@ def _under(parameters: Parameters, prefix: str) -> Parameters:
 
 
 def _tokens(model: Model, images: jax.Array) -> jax.Array:
-    """Apply two convolutions of stride 2 or, for DiNAT_s, one of stride 4 to images padded to a multiple of 4."""
+    """Embed images as tokens, by two convolutions of stride 2.
+
+    DiNAT_s pads images to multiples of 4 pixels, and has a single convolution of stride 4.
+    """
     parameters, channels = model.parameters, model.channels
     if images.ndim != 4 or images.shape[-1] != channels:
         hint = ": move the channels to the end" if images.shape[1:2] == (channels,) else ""
@@ -526,7 +554,10 @@ def _tokens(model: Model, images: jax.Array) -> jax.Array:
 
 
 def _block(model: Model, prefix: str, tokens: jax.Array, dilation: int, backend: str | None) -> jax.Array:
-    """Apply attention and an MLP, each after a normalization; larger models multiply both by a factor per feature."""
+    """Apply attention and an MLP, each with pre-normalization and a residual connection.
+
+    Models with a layer scale multiply the outputs of attention and MLP by a factor per feature.
+    """
     parameters = _under(model.parameters, prefix)
     normalized = _normalized(parameters, "norm1", tokens, model.epsilon)
     change = _attention(_under(parameters, "attn."), normalized, dilation, backend)
@@ -537,7 +568,10 @@ def _block(model: Model, prefix: str, tokens: jax.Array, dilation: int, backend:
 
 
 def _attention(parameters: Parameters, tokens: jax.Array, dilation: int, backend: str | None) -> jax.Array:
-    """Apply attention; layouts smaller than the dilated window are padded with zeros that are seen, as in training."""
+    """Apply attention. Layouts that are smaller than the dilated window are padded with zero tokens.
+
+    As in training, queries attend to these zero tokens.
+    """
     heads, places, _ = parameters["rpb"].shape
     kernel_size = (places + 1) // 2
     _, height, width, features = tokens.shape
@@ -550,7 +584,7 @@ def _attention(parameters: Parameters, tokens: jax.Array, dilation: int, backend
 
 
 def _downsampled(parameters: Parameters, tokens: jax.Array) -> jax.Array:
-    """Halve rows and columns and double the features; return tokens of the last stage unchanged."""
+    """Halve the rows and columns of tokens, and double the features. Tokens of the last stage do not change."""
     if not parameters:
         return tokens
     if parameters["reduction.weight"].ndim == 4:
@@ -596,7 +630,7 @@ def random_weights(size: Size, kernel_size: int = 7, seed: int = 0) -> dict[str,
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """Read the arrays of a file."""
+    """Read the arrays of a checkpoint file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name the file with the weights")
     if path.suffix == ".npz":
@@ -619,7 +653,7 @@ def _package(name: str, path: Path) -> ModuleType:
 
 
 def read_config(path: Path) -> Mapping[str, Any] | None:
-    """Return Hugging Face's ``config.json`` from the folder of the weights ``path``, or ``None`` if it is missing."""
+    """Return the contents of ``config.json`` in the folder of the file ``path``, or ``None`` if it is missing."""
     path = path.with_name("config.json")
     if not path.exists():
         return None
@@ -633,7 +667,7 @@ def read_config(path: Path) -> Mapping[str, Any] | None:
 
 
 def pixels(path: Path, size: int) -> jax.Array:
-    """Return the center of an image as the models expect it, ``[1, size, size, 3]``."""
+    """Read an image file; return its central square, resized and normalized, as ``[1, size, size, 3]``."""
     image = np.asarray(files.imread(path))
     image = image / 255 if image.dtype == np.uint8 else image
     image = np.repeat(image[..., None], 3, axis=-1) if image.ndim == 2 else image[..., :3]

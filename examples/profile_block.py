@@ -37,7 +37,7 @@ class Block(nnx.Module):
         self.contract = nnx.Linear(4 * features, features, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Map ``[batch, depth, height, width, features]`` to the same shape."""
+        """Apply the block to ``[batch, depth, height, width, features]``. The result has the same shape."""
         tokens = tokens + self.attention(self.attention_norm(tokens))
         return tokens + self.contract(nnx.gelu(self.expand(self.perceptron_norm(tokens))))
 
@@ -70,7 +70,7 @@ def build(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
 
 
 def profile(options: argparse.Namespace) -> tuple[measure.Row, ...]:
-    """Compile the block, run it under JAX's profiler, and sum up its launches by name."""
+    """Compile the block, run it under JAX's profiler, and add up the times of its launches by name."""
     platform = default_device().platform
     function, arguments = build(options)
     compiled = compile_for_trace(function, *arguments)
@@ -81,7 +81,7 @@ def profile(options: argparse.Namespace) -> tuple[measure.Row, ...]:
 
 
 def table(rows: Sequence[measure.Row], title: str) -> Table:
-    """Format a line per operation, slowest first."""
+    """Format a table with a line per operation, slowest first."""
     total = sum(row.runtime for row in rows)
     result = Table("Operation", "Category", title=title, show_footer=True)
     result.columns[0].footer = "Total"

@@ -1,4 +1,4 @@
-"""Timed training steps, and the share of attention in a step: shared by the whole-model examples."""
+"""Time steps of a model, and measure the share of attention in a step. The whole-model examples use this module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from natten_jax.profiler import capture
 from natten_jax.profiler.program import Program, compile_for_trace
 from natten_jax.profiler.report import format_time
 
-LINES = 10  # number of printed losses
+LINES = 10  # maximum number of printed losses
 
 
 class AttentionTime(NamedTuple):
@@ -26,7 +26,7 @@ class AttentionTime(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of attention in the step."""
+        """Share of attention in the device time of the step."""
         return (self.forward + self.backward) / self.total
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class TimedSteps:
     """A model in training.
 
     Args:
-        step: Maps state and batch to the next state and the loss, without side effects.
+        step: Function without side effects that maps a state and a batch to the next state and the loss.
         state: Initial state. Its buffers are donated.
 
     Attributes:
@@ -57,11 +57,12 @@ class TimedSteps:
         self.seconds: list[float] = []
 
     def train(self, batch: Callable[[int], tuple[Any, ...]], count: int) -> None:
-        """Train; print losses along the way, and the median time of a step.
+        """Train, and print mean losses at regular intervals. At the end, print the median time of a step.
 
         Args:
-            batch: Returns the further arguments of a step, by its number, which starts at 1.
-            count: Steps.
+            batch: Function that returns a step's arguments after the state, given the number of the step. The first
+                step has the number 1.
+            count: Number of steps.
         """
         print(f"{'step':>6} {'mean loss since the line before':>36}")
         interval = -(-count // LINES)
@@ -78,7 +79,7 @@ class TimedSteps:
             self._train_once(*batch)
 
     def _train_once(self, *batch: Any) -> None:
-        jax.block_until_ready(batch)  # type: ignore[no-untyped-call]  # do not time making the batch
+        jax.block_until_ready(batch)  # type: ignore[no-untyped-call]  # the time excludes the preparation of the batch
         started = time.perf_counter()
         self.state, loss = jax.block_until_ready(self._run(self.state, *batch))  # type: ignore[no-untyped-call]
         self.seconds.append(time.perf_counter() - started)
@@ -86,18 +87,21 @@ class TimedSteps:
 
     @property
     def median_seconds(self) -> float:
-        """Median seconds of a step, without the first step, which compiles."""
+        """Median time of a step in seconds. The first step is left out, because it includes compilation."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
     def profile(self, *batch: Any, iterations: int = 3) -> AttentionTime:
-        """Measure the device time of a step and of its attention: the median over steps that do not change the state.
+        """Measure the device time of a step, and of the attention in it. The steps do not change the state.
 
-        The program is compiled a second time, so that the trace of JAX's profiler maps launches to instructions;
-        instructions of natten_jax's passes are marked. A fusion counts as the instruction that it ends with.
+        The step is compiled a second time, so that the trace of JAX's profiler maps launches to HLO instructions. The
+        instructions of natten_jax's passes are marked. A fusion is attributed to its last instruction.
 
         Args:
             batch: Arguments of the step after the state.
-            iterations: Steps.
+            iterations: Number of steps.
+
+        Returns:
+            Times of the step with the median total time.
         """
         compiled = compile_for_trace(self._step, self.state, *batch)
         program = Program.from_compiled(compiled)

@@ -1,4 +1,4 @@
-"""PyTorch implementations that are compared with natten_jax: NATTEN, and FlexAttention with the same masks."""
+"""PyTorch implementations to compare with: NATTEN, and FlexAttention with masks of neighborhood attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = Any
 
 
 def natten(benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str) -> Side:
-    """Prepare NATTEN's operator for timing. Its times include the permutations of arrays that the operator runs."""
+    """Prepare NATTEN's operator for timing. The times include the permutations of arrays that the operator runs."""
     library: Any = importlib.import_module("natten")
     problem = benchmark.problem
     operator = library.attention if benchmark.kernel_size is None else getattr(library, f"na{problem.rank}d")
@@ -42,7 +42,7 @@ def flex_attention(
 ) -> Side:
     """Prepare compiled FlexAttention for timing.
 
-    The inputs are permuted to ``[batch, heads, tokens, head_dim]`` in advance, so that the times do not include this.
+    The inputs are permuted to ``[batch, heads, tokens, head_dim]`` in advance. This permutation is not timed.
     """
     torch: Any = importlib.import_module("torch")
     library: Any = importlib.import_module("torch.nn.attention.flex_attention")

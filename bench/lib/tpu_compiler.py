@@ -47,7 +47,7 @@ class Compiled:
         hlo: Text of the optimised HLO program.
         facts: Values that the compiling process returned.
         bundles: Dumps of the final bundles of each HLO instruction, by the instruction's name.
-        utilization: Dumps of how many slots of each unit these bundles use, by the instruction's name.
+        utilization: Dumps of the number of slots of each unit that these bundles use, by the instruction's name.
     """
 
     hlo: str
@@ -116,7 +116,7 @@ def serve(request: Mapping[str, Any], function: Callable[..., Any], arguments: A
 
 @contextmanager
 def _as_on(kind: str) -> Iterator[None]:
-    """Lower functions in this context as for a device of this kind, because some lowerings query the kind."""
+    """Lower functions in this context for a device of this kind, because some lowerings query the device kind."""
     import jax
 
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")

@@ -84,8 +84,8 @@ def key_programs(call: Call) -> dict[str, Any]:
     boxes = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
     tiles = [np.asarray(visits.seeing) for visits in call.visits]
     for group in itertools.product(*(range(visits.groups) for visits in call.visits)):
-        # Two numbers of pairs of a key tile and a query tile, both products over the dimensions: pairs with at least
-        # one visible pair of tokens, and pairs in which all pairs of tokens are visible.
+        # Count pairs of a key tile and a query tile. ``meeting`` counts the pairs with at least one visible pair of
+        # tokens, and ``whole`` the pairs in which all pairs of tokens are visible. Both are products over dimensions.
         meeting, whole = 1, 1
         for visits, axis_boxes, axis_tiles, g in zip(call.visits, boxes, tiles, group, strict=True):
             size, seen, all_ = visits.box, 0, 0
