@@ -262,7 +262,7 @@ _FP8_ERRORS = 0.003, 0.01, 0.03, 0.1, 0.3
 
 
 def draw_fp8(record: Mapping[str, Any], path: Path) -> None:
-    """Draw a record of fp8_accuracy.py: a panel for each kind of data, a line for each method."""
+    """Draw a record of fp8_accuracy.py, with a panel for each kind of data and a line for each method."""
     with style():
         save(_fp8_chart(record["results"]["errors"]), path)
 
@@ -428,7 +428,7 @@ def _legend(rows: Sequence[dict[str, Any]], markers: Mapping[str, str]) -> list[
 
 
 def _speedups(row: dict[str, Any], side: str) -> dict[int, float]:
-    """Return the speed-ups by number of devices."""
+    """Return a row's speed-ups over one device, by number of devices."""
     return {point["devices"]: point[side]["speedup"] for point in row["points"] if point.get(side)}
 
 

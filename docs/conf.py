@@ -156,7 +156,7 @@ def _sign_flax_modules(
 
 
 def _show_one_signature(app: Sphinx) -> None:
-    """Document one signature for functions whose overloads differ only in the type of the result."""
+    """Document a single signature of each function whose overloads differ only in the type of the result."""
     for module in ("natten_jax.ops.attention", "natten_jax.ops.neighborhood"):
         analyzer = ModuleAnalyzer.for_module(module)
         analyzer.analyze()

@@ -123,7 +123,7 @@ def predict(model: Classifier, images: jax.Array) -> jax.Array:
 
 
 def save_predictions(path: Path, data: Data, predictions: np.ndarray, accuracy: float) -> None:
-    """Draw test images with their predictions; mistakes come first and are red."""
+    """Draw test images with their predictions. Images with wrong predictions come first, with red titles."""
     is_wrong = predictions != data.labels
     shown = np.argsort(~is_wrong, kind="stable")[:24]
     strokes = LinearSegmentedColormap.from_list("strokes", ["#2f7fc100", "#2f7fc1"])  # visible on pages of any color
