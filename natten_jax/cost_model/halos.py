@@ -1,8 +1,11 @@
-"""Predicted times of passes whose token dimensions are sharded over devices, and the choices that follow from them.
+"""Predicted times of passes whose token dimensions are sharded over devices, and choices based on these times.
 
-A halo consists of keys of other devices that a device's queries see. A device either waits for its halos, or overlaps
-the halo exchange with attention to its own keys, and then processes each slab of a halo. For the same query-key pairs,
-a sharded dimension needs more tiles than an unsharded dimension.
+A halo consists of the keys on other devices that the queries of a shard see. A slab is the part of a halo that one
+other device sends. There are two strategies. A device either receives all halos before it computes. Or it overlaps the
+exchange with computation: it processes its own keys first, and then one slab at a time.
+
+For the same query-key pairs, a sharded dimension has more tiles than an unsharded one, because each shard and each slab
+is divided into tiles separately.
 """
 
 from __future__ import annotations
@@ -25,16 +28,16 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 from natten_jax.windows import Axis
 
-#: Tokens ``[first, last)`` in coordinates of the global layout; the range may extend beyond the layout.
+#: Range of tokens, ``[first, end)``, in coordinates of the global layout. It may extend beyond the layout.
 Range = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A connection between devices.
+    """A model of the connection between devices.
 
     Attributes:
-        name: Name for reports.
+        name: Name of the link in reports.
         latency: Fixed overhead of an exchange, in seconds.
         byte: Seconds per byte that a device receives.
     """
@@ -44,39 +47,41 @@ class Link:
     byte: float
 
     def seconds(self, received: int) -> float:
-        """Return the seconds of an exchange. ``received`` is the largest number of bytes that a device receives."""
+        """Return the seconds of an exchange in which each device receives at most ``received`` bytes."""
         return self.latency + received * self.byte if received else 0.0
 
 
-#: Two H200 on NVLink, both directions at once: 0.12 ms for 1 MB, 0.25 for 16, 0.44 for 64, 1.03 for 212, 1.59 for 425.
-#: The linear model is within 21% of each measurement.
+#: An exchange between two H200 over NVLink, in both directions at once, took 0.12 ms for 1 MB, 0.25 ms for 16 MB, 0.44
+#: ms for 64 MB, 1.03 ms for 212 MB and 1.59 ms for 425 MB. The linear model is within 21% of each measurement.
 NVLINK = Link("NVLink", 1.4e-4, 1 / 280e9)
 
-#: Link between hosts. Assumed, not measured: 80% of 400 Gbit/s for each device.
+#: Link between hosts. Its coefficients are assumed, not measured: each device reaches 80% of 400 Gbit/s.
 NETWORK = Link("network of 400 Gbit/s per device (assumed)", 2e-4, 1 / 40e9)
 
 _DEVICES_OF_HOST = 8
 
-#: Factor of the time of passes with any exchange, however small: links draw power for 50 ms after a transfer, which
-#: reduces the clock of devices at their power limit. With 4 KB per call, two H200 took 11.92 instead of 11.68 ms, at
-#: 1563 instead of 1591 MHz.
+#: Factor on the computation time of a pass if devices exchange data, however little. Links draw power for 50 ms after a
+#: transfer, which lowers the clock of devices at their power limit. On two H200, an exchange of 4 KB per call lowered
+#: the clock from 1591 to 1563 MHz, and calls took 11.92 ms instead of 11.68 ms.
 _LINKS_AWAKE_FACTOR = 1.02
 
-#: Share of the multiprocessors that an exchange takes from concurrent kernels: 16 of 132 on H200, one per channel. With
-#: 8 or 4 channels, the exchange takes twice or four times the time, and passes are not faster.
+#: Fraction of the multiprocessors that an exchange occupies, so that concurrent kernels cannot use them. On an H200, it
+#: occupies 16 of 132, one per channel. With 8 channels the exchange takes twice as long, with 4 channels four times as
+#: long. Passes are not faster with fewer channels.
 _TAKEN = 16 / 132
 
-#: Maximum number of tile pairs that are tried for a shard, starting with those predicted to be fastest for the whole
-#: layout. The shard's fastest pair was among the first 64 for a video whose height or width is sharded over two to
-#: eight devices. Trying 64 pairs takes 0.2 seconds.
+#: Maximum number of tile pairs that are tried for a shard. The pairs that are predicted to be the fastest for the whole
+#: layout are tried first. In tests with a video whose height or width was sharded over two to eight devices, the
+#: shard's fastest pair was among the first 64. Trying 64 pairs takes 0.2 seconds.
 _PAIRS = 64
 
-#: Tiles of a shard replace the tiles for the whole layout only if they take less than this share of the time.
+#: A shard keeps the tiles for the whole layout, unless the predicted time with another tile pair is less than this
+#: fraction of the predicted time with these tiles.
 _CLEARLY_FASTER = 0.95
 
 
 def link_between(devices: int) -> Link:
-    """Return the slowest link among this number of devices, with eight devices per host.
+    """Return the slowest link between any of these devices, with eight devices per host.
 
     Example:
         >>> from natten_jax.simulator import link_between
@@ -87,32 +92,37 @@ def link_between(devices: int) -> Link:
 
 
 class Visits(NamedTuple):
-    """Numbers of outer tiles and of the inner tiles that they visit, along a dimension or in a layout."""
+    """Number of outer tiles, and number of inner tiles that they visit, along one dimension or in a whole layout.
+
+    A thread block owns an outer tile and loops over inner tiles (:mod:`natten_jax.cost_model.tiles`).
+    """
 
     outer: int
     inner: int
 
 
 def _product(found: Iterable[Visits]) -> Visits:
-    """Multiply the visits per dimension to get the visits of a layout."""
+    """Multiply the counts of all dimensions to get the counts of a layout."""
     return Visits(*map(math.prod, zip(*found, strict=True)))
 
 
 def _dimensions(plan: Plan, halos: Sequence[Halo]) -> Iterator[tuple[Axis, Halo, tuple[int, int]]]:
-    """Yield each dimension with its halo, and its extents of the query and key/value tile."""
+    """Yield each token dimension with its halo, and with the extents of the query and key/value tile along it."""
     return zip(plan.problem.axes, halos, zip(*plan.tiles, strict=True), strict=True)
 
 
 @functools.lru_cache(maxsize=4096)
 def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
-    """Count tiles along a dimension; with dilation, in all groups, as if all groups had the length of the first.
+    """Count tiles along a dimension, in all dilation groups.
+
+    All dilation groups are counted as if they had as many tokens as the first one.
 
     Args:
         axis: The dimension.
         pass_: The pass. Outer tiles are query tiles in the forward pass, key/value tiles in the backward pass.
-        tile: Extents of query and key/value tile.
-        queries: Queries that are computed.
-        keys: Keys that are computed.
+        tile: Extents of the query tile and of the key/value tile along the dimension.
+        queries: Range of the queries that the pass processes.
+        keys: Range of the keys that the pass processes.
     """
     is_forward, dilation, lengths = pass_ == "forward", axis.dilation, axis.lengths(0)
     queries, keys = ((first // dilation, -(-last // dilation)) for first, last in (queries, keys))
@@ -134,7 +144,7 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
 
 
 def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
-    """Count tiles of a call with a device's keys and all halos, on the device that visits the most tiles."""
+    """Count the tiles of one call over a shard's keys and all its halos, for the shard that visits the most tiles."""
     found = []
     for axis, halo, tile in _dimensions(plan, halos):
         ranges = [((first, first + halo.part), halo.held(first)) for first in _starts_of_some_parts(halo)]
@@ -143,9 +153,10 @@ def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
 
 
 def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> list[Visits]:
-    """Count tiles of a shard's queries with its own keys, with its keys and the halo, and with the keys of each slab.
+    """Count the tiles of several calls along one dimension, for the shard that visits the most tiles.
 
-    The counts are from the shard that visits the most tiles.
+    The first count is for a call over the shard's own keys, the second for a call over its own keys and its halos. Each
+    remaining count is for a call over one slab, with only the queries that see the slab.
     """
     per_shard = []
     for first in _starts_of_some_parts(halo):
@@ -163,7 +174,7 @@ def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> l
 
 
 def _starts_of_some_parts(halo: Halo) -> list[int]:
-    """Return the first tokens of shards at both ends and in the middle, one of which visits the most tiles."""
+    """Return the first tokens of four shards: the first, second, middle and last. One of them visits the most tiles."""
     return [halo.part * i for i in sorted({0, min(1, halo.parts - 1), halo.parts // 2, halo.parts - 1})]
 
 
@@ -173,11 +184,11 @@ class SplitTime:
 
     Attributes:
         devices: Number of devices.
-        tiles: Query and key/value tile.
-        received: Bytes of keys and values that a device receives, at most.
-        compute: Seconds of computation and copies.
-        exchange: Seconds of the exchange of keys, values and their gradients.
-        exposed: Seconds of the exchange that are not hidden by computation.
+        tiles: Query tile and key/value tile.
+        received: Maximum number of bytes of keys and values that a device receives.
+        compute: Seconds of computation and of copies within a device.
+        exchange: Seconds of the exchange of keys and values, and in the backward pass also of their gradients.
+        exposed: Seconds of the exchange that do not overlap with computation.
     """
 
     devices: int
@@ -196,7 +207,7 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
     """Predict the time of a pass whose token dimensions are sharded over devices.
 
     Example:
-        A video, sharded along its width over eight Hopper GPUs of a host:
+        The width of a video is sharded over eight Hopper GPUs of one host:
 
         >>> from natten_jax.plan.devices import Device
         >>> from natten_jax.plan.plan import Request
@@ -211,16 +222,16 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         (528, True)
 
     Args:
-        plan: The plan of the pass on a device; its problem has the global layout, and the device's share of batch and
-            heads.
+        plan: The plan of the pass on a device. Its problem has the token dimensions of the global layout, but only the
+            batch entries and heads of the device.
         parts: Number of shards of each token dimension.
-        calibration: The time model of the kernels.
+        calibration: The time model of the backend's kernels.
 
     Returns:
-        The prediction; ``None`` if the kernels were not calibrated for the problem.
+        The predicted time; ``None`` if the time model does not include kernels for the problem and the tiles.
 
     Raises:
-        ValueError: A dimension is not divisible into this number of shards, or has more than ``2**20`` tiles.
+        ValueError: A dimension cannot be divided into this number of equal shards, or has more than ``2**20`` tiles.
     """
     halos = tuple(halo.evened() for halo in halos_of(plan.problem, parts))
     strategy = overlap_that_pays(plan, halos) or _halos_first(plan, halos)
@@ -229,12 +240,13 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
 
 @dataclasses.dataclass(frozen=True)
 class HaloStrategy:
-    """Calls and copies of a pass with halos.
+    """The calls and the copies of a strategy for a pass with halos.
 
     Attributes:
-        calls: Tiles that each call visits, on the device that visits the most tiles.
-        moved: Bytes that copies of halos, queries and results read or write.
-        travel: Share of the halo traffic during each call.
+        calls: Tile counts of each call, for the shard that visits the most tiles.
+        moved: Bytes that a device reads and writes to copy halos, queries and results.
+        travel: Fraction of the halo traffic that overlaps with each call, without the last call. Empty if the halos are
+            received before the first call.
     """
 
     calls: Sequence[Visits]
@@ -243,15 +255,16 @@ class HaloStrategy:
 
 
 def _halos_first(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy:
-    """Return the strategy that receives all halos before it computes.
+    """Return the strategy in which a device receives all halos before it computes.
 
-    Slabs are sliced, and concatenated with the device's local keys and values. These are copied during the exchange.
+    The sender slices slabs, and the receiver concatenates them with its local keys and values. The copy of the local
+    keys and values is not counted, because it overlaps with the exchange.
     """
     return HaloStrategy([visits_at_once(plan, halos)], 4 * _slab_bytes(plan.problem, halos))
 
 
 def _by_keys(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy | None:
-    """Return the strategy that processes a device's own keys first and then each slab; ``None`` if impossible."""
+    """Return the strategy that processes a device's own keys and then one slab at a time; ``None`` if impossible."""
     if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
         return None
     problem, copies = plan.problem, _copies(plan)
@@ -266,26 +279,27 @@ def _by_keys(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy | None:
             slabs.append(slab.keys * math.prod(held) // held[i])
             calls.append(_product([*across[:i], seen, *across[i + 1 :]]))
         held[i], across[i] = held[i] + halos[i].received, joined
-    # Bytes of a token's queries, or of its outputs if they are wider.
+    # Bytes of the query array per token, or of the output array if its heads are wider.
     width = max(problem.head_dim, problem.head_dim_v)
     token_bytes = problem.batch * problem.heads * width * problem.element.bytes
-    # Keys and values are sliced and packed by the sender, and unpacked by the receiver.
+    # The sender slices and packs keys and values, and the receiver unpacks them.
     moved = copied * token_bytes + 5 * _slab_bytes(problem, halos)
     return HaloStrategy(calls, moved, [slab / sum(slabs) for slab in slabs])
 
 
 def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
-    """Return the bytes of the keys and values that a device receives."""
+    """Return the number of bytes of keys and values that a device receives."""
     return bytes_received(problem, [halo.parts for halo in halos])
 
 
 def _copies(plan: Plan) -> int:
-    """Return the number of additional reads and writes of a query that sees a halo, or of its output.
+    """Return the number of additional reads and writes of rows per query that sees a halo (query, output, gradients).
 
-    In the forward pass, a kernel that continues an earlier call reads the earlier output. Other kernels need sliced
-    queries, and an in-place merge of the two outputs. The backward pass slices the queries, the saved outputs and their
-    gradients; query gradients are zeroed, accumulated, converted and added; and the row sums of outputs times their
-    gradients are computed again.
+    In the forward pass, a kernel that continues an earlier call reads the output of that call. For other kernels, the
+    queries are sliced, and the outputs of the two calls are merged in place.
+
+    In the backward pass, the queries, the saved outputs and the output gradients are sliced. The query gradients are
+    set to zero, accumulated, converted and added. The row sums of output times output gradient are computed again.
     """
     return 16 if plan.pass_ == "backward" else 1 if _is_continued(plan) else 5
 
@@ -301,8 +315,9 @@ def _split_time(
     kernels = _kernel_seconds(plan, halos, strategy, calibration)
     if kernels is None:
         return None
-    # Time of the small kernels before and after every call except the first: two or three kernels if a call continues
-    # an earlier call; otherwise six or more, which slice queries and merge results.
+    # Overhead of every call except the first: its launch, and small kernels before and after it. A call that continues
+    # an earlier call has two or three small kernels. Other calls have six or more, which slice queries and merge
+    # results.
     between = calibration.launch_of(plan.pass_) + (5e-6 if _is_continued(plan) else 2e-5)
     compute = kernels + (len(strategy.calls) - 1) * between + strategy.moved * calibration.byte
 
@@ -311,7 +326,7 @@ def _split_time(
     once = link_between(devices).seconds(received)
     inner = sum(call.inner for call in strategy.calls)
     exchange = once if plan.pass_ == "forward" else 2 * once
-    # A slab travels during the call before the call that needs it.
+    # A slab is received during the call before the call that processes it.
     pairs = zip(strategy.travel, strategy.calls, strict=False)
     hidden = sum(min(share * once, kernels * call.inner / inner) for share, call in pairs)
     if received:
@@ -322,7 +337,7 @@ def _split_time(
 def _kernel_seconds(
     plan: Plan, halos: Sequence[Halo], strategy: HaloStrategy, calibration: Calibration
 ) -> float | None:
-    """Return the seconds of the kernels of all calls; ``None`` if they were not calibrated for the problem."""
+    """Return the seconds of the kernels of all calls; ``None`` if the time model does not include these kernels."""
     problem, pass_ = plan.problem, plan.pass_
     one = visits_at_once(plan, [Halo(axis.kv_extent, 1, 0, 0) for axis in problem.axes])  # a device with all tokens
     inner_share = sum(call.inner for call in strategy.calls) / one.inner
@@ -335,7 +350,7 @@ def _kernel_seconds(
         return None
     whole = count_tiles(problem, plan.tiles, pass_, placement="anchored", kernel=kernel).tiles
     outer_share = sum(call.outer for call in strategy.calls) / one.outer
-    # `predict` uses only the size of the layout, for the bytes of inputs and results.
+    # Of the axes, `predict` reads only the extents, to compute the bytes of inputs and results.
     local = dataclasses.replace(problem, axes=tuple(Axis(halo.part, halo.part, 1) for halo in halos))
     tiles = TimedTiles(whole.outer * outer_share, *(each * inner_share for each in whole[1:]))
     return float(predict(local, tiles, pass_, kernel, calibration))
@@ -343,7 +358,9 @@ def _kernel_seconds(
 
 @functools.lru_cache(maxsize=1024)
 def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | None:
-    """Return the strategy that overlaps computation and halo exchange; ``None`` if waiting for the halos is faster.
+    """Return the strategy that overlaps computation and halo exchange, if it is predicted to be faster.
+
+    Otherwise return ``None``. The alternative is to receive all halos before computing.
 
     Args:
         plan: The plan of the pass, whose problem has the global layout.
@@ -357,14 +374,14 @@ def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | Non
 
 
 def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
-    """Return True if overlapping computation and halo exchange takes less time than waiting for the halos.
+    """Return True if overlapping computation and halo exchange is predicted to be faster than receiving halos first.
 
-    All callers decide with this function. It returns False for kernels without predicted times.
+    The result is False if there is no predicted time for the kernels.
 
     Args:
         plan: The plan of the pass, whose problem has the global layout.
         halos: The halo of each token dimension.
-        by_keys: The strategy that overlaps.
+        by_keys: The strategy that overlaps computation and exchange.
     """
     calibration = calibration_for(plan.backend.family)
     if calibration is None:
@@ -375,10 +392,11 @@ def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
 
 
 def retile_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair]) -> Plan:
-    """Return the plan with the tiles that are fastest for a device's shard of the layout, including its halos.
+    """Return the plan with the tiles that are predicted to be fastest for a device's shard of the layout and its halos.
 
-    They may differ from the fastest tiles for the whole layout: in a shard of ten columns, the second tile of eight
-    columns has six idle columns, and windows are cut off at the ends of the shard and its halos.
+    These tiles may differ from the fastest tiles for the whole layout. For example, if tiles have eight columns and a
+    shard has ten, six columns of the second tile are padding. The windows also end at the ends of the shard and its
+    halos.
 
     Args:
         plan: The plan of the pass, with the tiles for the whole layout.
@@ -386,8 +404,8 @@ def retile_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair
         pairs: Query and key/value tiles that the backend offers, sorted by predicted time for the whole layout.
 
     Returns:
-        The unchanged plan if other tiles are not clearly faster, the kernels were not calibrated, or the layout is too
-        long to simulate.
+        The plan with these tiles. The unchanged plan if other tiles are not clearly faster, if there is no predicted
+        time for the kernels, or if the layout is too long to simulate.
     """
     is_too_long = has_longer_groups(plan.problem, MOST_TILES)
     return plan if is_too_long else _fastest(plan, parts, tuple(pairs[:_PAIRS]))

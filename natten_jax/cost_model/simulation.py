@@ -1,6 +1,7 @@
-"""Predicted times of passes, and ranking of tile pairs.
+"""Predicted times of passes, and a ranking of tile pairs by predicted time.
 
-:func:`predict` takes coefficients fitted to measurements on one kind of device, and returns seconds:
+:func:`predict` computes seconds from the tile counts of a pass. The coefficients belong to a compiled kernel on one
+kind of device (:mod:`natten_jax.cost_model.calibration`):
 
     visiting = inner_tile * (seen tiles) + masking * (partial tiles) + skipping * (skipped tiles)
     tile = outer_tile + visiting / (outer tiles)
@@ -8,11 +9,15 @@
     busy = launch + max(work, byte * (bytes of inputs and results))
     time = busy * (1 + slowdown * power * busy / (busy + onset))
 
-A tile counts as partial if any row group masks it, because row groups alternate. There are ``batch * heads * (outer
-tiles) / (multiprocessors * side_by_side)`` rounds (waves), with ``heads_kv`` heads in the backward pass. They are
-rounded up; if a kernel takes its tiles from a counter, ``tail`` is added instead (half a round on Hopper). The last
-line models the clock, which drops while a kernel keeps the device at its power limit; it drops further for kernels that
-draw more power. A backward pass is several kernels and has its own ``launch``.
+- Each row group of a kernel sees or skips an inner tile, and may mask it (:mod:`natten_jax.cost_model.tiles`). If only
+  some of the row groups skip a tile, it counts as a fraction of a seen tile and a fraction of a skipped tile. It counts
+  as partial if at least one row group masks it, because row groups alternate.
+- The number of rounds (waves) is ``batch * heads * (outer tiles) / (multiprocessors * side_by_side)``, with
+  ``heads_kv`` instead of ``heads`` in the backward pass. It is rounded up. If thread blocks take their tiles from a
+  counter, ``tail`` is added instead (half a round on Hopper).
+- The last line models the clock. The clock drops while a kernel keeps the device at its power limit, and it drops
+  further for kernels that draw more power.
+- A backward pass consists of several kernels and has a separate ``launch`` coefficient.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from natten_jax.problem import Problem, Shape
 
 
 def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, calibration: Calibration) -> Any:
-    """Predict the seconds of a pass.
+    """Predict the seconds that a pass takes.
 
     Example:
         >>> from natten_jax import simulator
@@ -58,16 +63,16 @@ def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, ca
 
     Args:
         problem: The problem.
-        tiles: Counts of a pair of tiles, or arrays of counts of several pairs.
+        tiles: Tile counts for a pair of tiles, or arrays of tile counts for several pairs.
         pass_: The pass.
         kernel: The kernel that executes the tiles.
-        calibration: The time model.
+        calibration: The time model, which includes the kernel.
 
     Returns:
-        Seconds, per pair of tiles.
+        Predicted seconds, for each pair of tiles.
     """
     outer, inner, seen, partial = (np.asarray(each, np.float64) for each in tiles)
-    # The backward pass processes a key/value tile for all query heads that share it before it takes the next tile.
+    # The backward pass processes a key/value tile with all query heads that share the tile's key head.
     heads, repeats = (problem.heads, 1) if pass_ == "forward" else (problem.heads_kv, problem.heads // problem.heads_kv)
     visiting = kernel.inner_tile * seen + kernel.masking * partial + kernel.skipping * (inner - seen)
     rounds = calibration.rounds(problem.batch * heads * outer, pass_, kernel)
@@ -78,18 +83,18 @@ def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, ca
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """Work and predicted time of a pass of a problem with a pair of tiles.
+    """Work and predicted time of a pass with given tiles.
 
     Attributes:
         problem: The problem.
         pass_: The pass.
-        pair: Query and key/value tile.
-        placement: Start of the inner tiles, as in :func:`count_tiles`.
-        counts: Tiles and pairs per batch element and head.
-        executed_flops: Floating-point operations that are executed, including operations on masked pairs and padding,
-            and repeated operations.
-        tile_bytes: Bytes of all outer and inner tiles, which are loaded, mostly from the device's cache.
-        seconds: Predicted device time; ``None`` without a calibration.
+        pair: Query tile and key/value tile.
+        placement: Position of the inner tiles, as in :func:`count_tiles`.
+        counts: Counts of tiles and of query-key pairs, per batch entry and head.
+        executed_flops: Floating-point operations that are executed. These include operations on masked pairs and on
+            padding.
+        tile_bytes: Bytes that are loaded for all outer and inner tiles, mostly from the device's cache.
+        seconds: Predicted device time; ``None`` if no time was predicted.
     """
 
     problem: Problem
@@ -103,22 +108,22 @@ class Simulation:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations on pairs that the mask does not hide."""
+        """Floating-point operations on visible pairs, which are the pairs that the mask does not hide."""
         return flops(self.problem, self.pass_)
 
     @property
     def flop_bound(self) -> float:
-        """Speedup over self attention if time were proportional to the operations on visible pairs."""
+        """Speedup over self attention if times were proportional to the number of visible pairs."""
         return all_pairs(self.problem) / self.counts.visible_pairs
 
     @property
     def tile_bound(self) -> float:
-        """Speedup over self attention if time were proportional to the operations that the tiles execute."""
+        """Speedup over self attention if times were proportional to the number of executed operations."""
         return self.flop_bound * self.flops / self.executed_flops
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of inputs and results, which are the minimum of memory traffic."""
+        """Bytes of inputs and results: the minimum of the bytes that a pass reads from and writes to memory."""
         return least_bytes(self.problem, self.pass_)
 
 
@@ -130,7 +135,7 @@ def simulate(
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
 ) -> Simulation:
-    """Count the work of a pass and, with a calibration, predict its time.
+    """Count the work of a pass. If a calibration is given, also predict the time.
 
     Example:
         >>> from natten_jax import simulator
@@ -141,17 +146,17 @@ def simulate(
 
     Args:
         problem: The problem.
-        pair: Query and key/value tile shape.
+        pair: Query tile shape and key/value tile shape.
         pass_: The pass.
-        calibration: The time model, from :func:`calibration_for`; ``None`` predicts no time.
-        placement: Start of the inner tiles; see :func:`count_tiles`.
+        calibration: The time model, from :func:`calibration_for`. If it is ``None``, no time is predicted.
+        placement: Position of the inner tiles; see :func:`count_tiles`.
 
     Raises:
-        ValueError: A tile or the placement is not valid, or a dimension has more than ``2**20`` tiles.
+        ValueError: A tile or the placement is invalid, or a dimension has more than ``2**20`` tiles.
     """
     kernel = seconds = None
     if calibration is not None and small_windows.is_for(calibration, problem, pass_, pair):
-        seconds = small_windows.seconds(calibration, problem, pass_, pair)  # the only kernels for such tiles
+        seconds = small_windows.seconds(calibration, problem, pass_, pair)  # no other kernels support these tiles
     elif calibration is not None:
         kernel = calibration.kernel(problem, pair, pass_)
     counts = count_tiles(problem, pair, pass_, placement=placement, kernel=kernel)
@@ -167,7 +172,9 @@ def simulate(
 def rank(
     problem: Problem, pairs: Iterable[TilePair], pass_: Pass, calibration: Calibration | None
 ) -> list[tuple[TilePair, float]]:
-    """Rank the pairs of tiles that anchored kernels support by predicted seconds, fastest first.
+    """Rank pairs of tiles by predicted time, the fastest first. Omit pairs without a predicted time.
+
+    The inner tiles are anchored, as in :func:`count_tiles`.
 
     Example:
         >>> from natten_jax import simulator
@@ -179,17 +186,17 @@ def rank(
 
     Args:
         problem: The problem.
-        pairs: Query and key/value tile shapes.
+        pairs: Pairs of a query tile shape and a key/value tile shape.
         pass_: The pass.
-        calibration: The time model, from :func:`calibration_for`; ``None`` returns an empty list.
+        calibration: The time model, from :func:`calibration_for`. If it is ``None``, the result is empty.
 
     Raises:
         ValueError: A dimension has more than ``2**20`` tiles.
     """
     if calibration is None:
         return []
-    # Tiles of equal size run in the same kernel. All inner tiles for an outer tile are counted in a single call: in
-    # three dimensions there are thousands of pairs.
+    # Pairs with equal numbers of tokens per tile run in the same kernel. In three dimensions there are thousands of
+    # pairs, so one call counts all inner tile shapes for an outer tile shape.
     outer_side, inner_side = (0, 1) if pass_ == "forward" else (1, 0)
     by_size: dict[tuple[int, int], dict[Shape, list[TilePair]]] = collections.defaultdict(dict)
     for pair in pairs:
@@ -210,32 +217,33 @@ def rank(
                 tiles.append((outer_tiles, parts.inner, parts.seen_parts / kernel.row_groups, parts.partial))
             counts = TimedTiles(*map(np.concatenate, zip(*tiles, strict=True)))
             timed += zip(found, predict(problem, counts, pass_, kernel, calibration).tolist(), strict=True)
-    # Ties prefer tiles that are long in the leading dimensions: on an H200, (16, 8) took 5% less time than (8, 16).
+    # If predicted times are equal, prefer tiles that are longer in the leading dimensions: on an H200, a pass with
+    # tiles (16, 8) took 5% less time than with (8, 16).
     timed.sort(reverse=True)
     timed.sort(key=operator.itemgetter(1))
     return timed
 
 
 _LANES = 128
-#: Instruction bundles of the softmax of 1024 logits. The backward kernels compute the weights twice.
+#: Instruction bundles that the softmax of 1024 logits takes. The two backward kernels both compute the weights.
 _SOFTMAX: Mapping[Pass, float] = {"forward": 2.5, "backward": 2 * 2.5}
-#: Number of matrix products of width ``head_dim``, and of width ``head_dim_v``, in the kernels of a pass. Both backward
-#: kernels compute the weights and their gradients.
+#: Number of matrix products of width ``head_dim``, and number of matrix products of width ``head_dim_v``, in all
+#: kernels of a pass. The two backward kernels both compute the weights and the gradients of the weights.
 _PRODUCTS: Mapping[Pass, tuple[int, int]] = {"forward": (1, 1), "backward": (4, 3)}
-#: Number of 16-bit products that the matrix units execute per float32 product at full precision.
+#: Number of 16-bit products that the matrix units execute for one float32 product at full precision.
 _PRODUCTS_PER_FLOAT32 = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuChip:
-    """A kind of TPU, with published figures per chip. No figure was measured.
+    """A kind of TPU. All figures are per chip, and are published figures, not measurements.
 
     Attributes:
-        name: Common name.
-        product: JAX's name.
-        flops: bfloat16 operations per second.
+        name: Name in common use, such as ``"v5e"``.
+        product: Name that JAX uses (``device_kind``).
+        flops: Peak rate of bfloat16 operations per second.
         bandwidth: Memory bandwidth in bytes per second.
-        cycles: Clock cycles per second, summed over the cores.
+        cycles: Clock cycles per second, summed over the cores of the chip.
     """
 
     name: str
@@ -246,15 +254,14 @@ class TpuChip:
 
     @property
     def device(self) -> Device:
-        """A device of this kind that need not be present."""
+        """A device of this kind, with ``is_present`` False."""
         return Device("tpu", is_present=False, product=self.product)
 
     def seconds(self, simulation: Simulation) -> float:
-        """Estimate the seconds of a simulated pass with a roofline model, to compare problems and tiles.
+        """Estimate the seconds of a simulated pass with a roofline model. Use it to compare problems and tiles.
 
-        The estimate is the largest of three times: of the products of executed pairs on the matrix units, of the
-        instructions of the softmax, and of the loads of tiles from memory. Latencies and instructions per tile are not
-        included.
+        The estimate is the largest of three times: the matrix products of all executed pairs, the instructions of the
+        softmax, and the loads of the tiles from memory. It does not include latencies and instructions per tile.
         """
         problem, pass_ = simulation.problem, simulation.pass_
         heads = problem.batch * problem.heads
@@ -280,6 +287,6 @@ TPU_CHIPS: Mapping[str, TpuChip] = {
 
 
 def chip_of(device: Device) -> TpuChip | None:
-    """Return the kind of TPU of a device; ``None`` for other devices."""
+    """Return the :class:`TpuChip` of a device; ``None`` if :data:`TPU_CHIPS` does not contain it."""
     chips = (chip for chip in TPU_CHIPS.values() if device.platform == "tpu" and device.product == chip.product)
     return next(chips, None)

@@ -1,17 +1,22 @@
-"""Predicted times of the kernels for small windows, which are a part of the ``cutlass`` backends.
+"""Predicted times of the kernels for small windows, which are some of the kernels of the ``cutlass`` backends.
 
-The sizes of a pair of tiles select these kernels: 16 query tokens and 8 key/value tokens in the forward pass, the
-reverse in the backward pass. Their gradients are always reproducible.
+A pair of tiles selects these kernels by its sizes. In the forward pass, the query tile must have 16 tokens and the
+key/value tile 8. In the backward pass, the query tile must have 8 tokens and the key/value tile 16. The gradients that
+these kernels compute are always reproducible.
 
-Native code (``csrc/cuda/small/region.cpp``, ``region_time.cpp`` and ``ring_shape.cpp``) decides how a launch divides a
-problem, and predicts the time of the launch. Its coefficients were measured on an H200, or on an H100 for windows whose
-kernels may use a ring buffer. Devices differ in the number of multiprocessors, in shared memory, and in support for
-TMA.
+Native code (``csrc/cuda/small/region.cpp``, ``region_time.cpp`` and ``ring_shape.cpp``) selects how a launch divides a
+problem among thread blocks, and predicts the time of the launch. Its coefficients are fitted to measurements: on an
+H100 for windows whose kernels may use a ring buffer, and on an H200 for other windows. The device properties that it
+takes into account are the number of multiprocessors, the shared memory per block, and support for TMA.
 
-A warp owns a tile of 16 rows. It loops over pairs of groups of 8 columns, which are adjacent in one dimension, called
-the line. The first group begins at the start of the rows' hull (:mod:`natten_jax.cost_model.tiles`). A forward pass is
-a single launch. A backward pass is either a single launch that computes all gradients, or a launch with queries as rows
-and a launch with keys as rows, both of which compute logits and their gradients.
+Rows are queries, and columns are the keys that these queries see. In kernels for key and value gradients, rows are
+keys, and columns are the queries that see them. A warp owns a tile of 16 rows and loops over groups of 8 columns, two
+groups at a time. These two groups are neighbors along one dimension, which is called the line dimension. The first
+group begins at the start of the rows' hull (:mod:`natten_jax.cost_model.tiles`).
+
+A forward pass is a single launch. A backward pass is either a single launch that computes all gradients, or two
+launches: one with queries as rows, and one with keys as rows. Each of these two launches computes the logits and their
+gradients.
 """
 
 from __future__ import annotations
@@ -32,18 +37,22 @@ from natten_jax.problem import Problem
 _FORM = "small"
 _LIMITS = native.limits(_FORM)
 
-#: First compute capability with TMA, and the only compute capability whose kernels load ring buffers by TMA; on other
-#: GPUs, warps load them.
+#: First compute capability with TMA. Kernels load ring buffers by TMA only on this compute capability. On other GPUs,
+#: warps load them.
 _HAS_TMA = _RING_HAS_TMA = (9, 0)
 
-#: KiB of shared memory per block, by compute capability (CUDA programming guide, technical specifications). Other
-#: compute capabilities have ``_LEAST_SHARED_KIB``.
+#: KiB of shared memory per block, by compute capability (source: CUDA programming guide, technical specifications). For
+#: other compute capabilities, ``_LEAST_SHARED_KIB`` is assumed.
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED_KIB = 99
 
 
 def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
-    """Return the tokens of the query and key/value tiles of these kernels; ``None`` if they reject the heads."""
+    """Return the number of tokens per query tile and per key/value tile of these kernels.
+
+    ``None`` if the kernels do not support the head dimensions or the element type, or if the native module could not be
+    loaded.
+    """
     wider = max(problem.head_dim, problem.head_dim_v)
     if not _LIMITS or problem.element.bytes != 2 or wider > max(_LIMITS["head_dims"]):
         return None
@@ -52,7 +61,7 @@ def tile_tokens(problem: Problem, pass_: Pass) -> tuple[int, int] | None:
 
 
 def largest_biased_head_dim() -> int:
-    """Return the largest head dimension of kernels with a relative bias."""
+    """Return the largest head dimension for which these kernels support a relative bias."""
     return int(_LIMITS["largest_biased_head_dim"])
 
 
@@ -62,17 +71,19 @@ def is_chosen(problem: Problem, pass_: Pass, pair: TilePair) -> bool:
 
 
 def is_for(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> bool:
-    """Return True if a pair of tiles selects the kernels for small windows in a calibration's backend."""
+    """Return True if a calibration's backend has the kernels for small windows, and a pair of tiles selects them."""
     return _FORM in calibration.limits and is_chosen(problem, pass_, pair)
 
 
 class Launch(NamedTuple):
-    """A kernel of a pass.
+    """One launch of a pass.
 
     Attributes:
-        kernel: ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole gradient"`` for both
-            gradients. All except the last also exist as ``"... with a ring"``.
-        pairs: Row-column pairs that a launch with a ring multiplies, per batch entry and head; zero for other launches.
+        kernel: Name of the kernel. ``"forward"``, ``"query gradient"``, ``"key/value gradient"``, or ``"whole
+            gradient"`` for all gradients. The name ends in ``" with a ring"`` if the kernel uses a ring buffer. There
+            is no ring kernel for the whole gradient.
+        pairs: Number of pairs of a row and a column that a launch with a ring multiplies, per batch entry and head. 0
+            for other launches.
     """
 
     kernel: str
@@ -80,12 +91,12 @@ class Launch(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Launches of a pass, and predicted times.
+    """The launches of a pass, and its predicted times.
 
     Attributes:
-        launches: All launches except those for gradients of additional tokens.
-        work: Seconds of all launches, without the limit of memory bandwidth.
-        seconds: Seconds of the pass.
+        launches: All launches, without launches that compute gradients of additional tokens.
+        work: Sum of the predicted seconds of all launches.
+        seconds: Predicted seconds of the pass: ``work``, or the time that memory traffic takes if this time is longer.
     """
 
     launches: tuple[Launch, ...]
@@ -100,16 +111,16 @@ def estimate(
     """Predict the launches and the time of a pass with the kernels for small windows.
 
     Args:
-        family: The backend family whose calibration provides the memory bandwidth.
+        family: The backend family whose calibration provides the memory bandwidth and the number of multiprocessors.
         problem: The problem.
         pass_: The pass.
-        pair: The tiles.
-        compute_capability: The compute capability of the device. If it is unknown, the smallest shared memory is
-            assumed.
+        pair: The query tile and the key/value tile.
+        compute_capability: The compute capability of the device. If it is ``None``, the smallest shared memory and no
+            TMA are assumed.
 
     Returns:
-        The estimate. ``None`` if the tiles have other sizes, or if the keys that a warp's queries see do not fit into
-        shared memory.
+        The estimate. ``None`` if the family is not calibrated, if the tiles have other sizes, or if the columns that a
+        warp's rows see do not fit into shared memory.
     """
     calibration = calibration_for(family)
     if calibration is None or not is_chosen(problem, pass_, pair):
@@ -131,9 +142,10 @@ def estimate(
 def _native_estimate(
     problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None, multiprocessors: int
 ) -> tuple[Callable[..., Any], Mapping[str, Any] | None]:
-    """Return the native estimate as a function of the kernel's tiles, and the ring launch for key/value gradients.
+    """Return a function that estimates a pass for given tiles, and the estimated ring launch for key/value gradients.
 
-    The ring launch chooses its tiles itself; ``None`` if the problem does not support rings.
+    The ring launch does not depend on the given tiles, because it chooses its own. It is ``None`` in forward passes,
+    and if the kernels do not support a ring for the problem.
     """
     sizes = problem.batch, problem.heads, problem.heads_kv, problem.head_dim, problem.head_dim_v, problem.additional_kv
     axes, has_ring = axis_rows(problem), not problem.own_layouts
@@ -156,7 +168,7 @@ def _native_estimate(
 
 
 def seconds(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> float | None:
-    """Return the seconds of :func:`estimate` on a calibration's device; ``None`` if there is no estimate."""
+    """Return ``Estimate.seconds`` for the device of a calibration; ``None`` if :func:`estimate` returns ``None``."""
     found = estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
     return None if found is None else found.seconds
 
@@ -164,15 +176,15 @@ def seconds(calibration: Calibration, problem: Problem, pass_: Pass, pair: TileP
 def ranked(
     family: str, problem: Problem, pass_: Pass, compute_capability: ComputeCapability | None
 ) -> Iterator[tuple[TilePair, float]]:
-    """Yield every supported pair of tiles of these kernels with its seconds, the fastest first.
+    """Yield every pair of tiles that these kernels support, with its predicted seconds, the fastest first.
 
-    Pairs are sorted by their work, because memory-bound pairs have equal seconds. Among pairs with equal work, pairs
-    with the most compact rows come first. Dimensions of any length are ranked: see
-    :func:`natten_jax.cost_model.tiles.shortened`.
+    Pairs are sorted by ``Estimate.work``, because memory-bound pairs have equal ``Estimate.seconds``. Among pairs with
+    equal work, the pair whose tile of rows has the smallest maximum extent comes first. The predictions are for a
+    problem with shortened dimensions if dimensions are very long (:func:`natten_jax.cost_model.tiles.shortened`).
 
     Args:
         family: The backend family, as in :func:`estimate`.
-        problem: The problem that the tiles are for.
+        problem: The problem.
         pass_: The pass.
         compute_capability: The compute capability of the device.
     """
@@ -180,7 +192,8 @@ def ranked(
     pairs = [] if tokens is None else tile_pairs_of_sizes(*tokens, problem.rank)
     estimates = ((pair, estimate(family, problem, pass_, pair, compute_capability)) for pair in pairs)
     taken = [(pair, found) for pair, found in estimates if found is not None]
-    # With 14 x 14 tokens and 512 heads, gradients took 52 microseconds with tiles of 8 x 2 keys, and 59 with 16 x 1.
+    # With 14 x 14 tokens and 512 heads, the gradients took 52 microseconds with key tiles of 8 x 2, and 59 microseconds
+    # with key tiles of 16 x 1.
     rows = 0 if pass_ == "forward" else 1
     taken.sort(key=lambda each: (each[1].work, max(each[0][rows])))
     yield from ((pair, found.seconds) for pair, found in taken)

@@ -1,29 +1,33 @@
-"""Exact counts of the work of a pass: visible query-key pairs, operations, bytes, and the tiles that a kernel visits.
+"""Exact counts of the work of a pass: visible query-key pairs, operations, bytes, and visited tiles.
 
-In the forward pass, a thread block owns an *outer* tile of queries and loops over *inner* tiles of keys and values; in
+In the forward pass, a thread block owns an *outer* tile of queries and loops over *inner* tiles of keys and values. In
 the backward pass, the outer tile has keys and values, and the inner tiles have queries. The mask is separable, so each
-count is a product over the dimensions of a sum over the outer tiles of one dimension. With ``[begin, end)`` of the
-windows of an outer tile's first and last token, in one dimension:
+count is a product with one factor per dimension, and each factor is a sum over the outer tiles along this dimension.
 
-    hull = [begin(first), end(last))       visible to some token of the tile: inner tiles must cover it
-    core = [begin(last), end(first))       visible to every token of the tile: needs no mask
-    anchored tiles of t tokens start with the hull:    ceil(|hull| / t) tiles
+In one dimension, let ``[begin(t), end(t))`` be the tokens that token ``t`` of an outer tile sees (in the backward pass:
+the queries that see key ``t``), and let ``first`` and ``last`` be the first and the last token of the tile. Then:
+
+    hull = [begin(first), end(last))       seen by at least one token of the tile: inner tiles must cover it
+    core = [begin(last), end(first))       seen by every token of the tile: needs no mask
+    anchored tiles of t tokens start at hull.begin:    ceil(|hull| / t) tiles
     aligned tiles lie on a grid from token 0:          ceil(hull.end / t) - floor(hull.begin / t) tiles
 
-An inner tile inside ``core`` in every dimension is *full*, any other inner tile is *partial*. Dilation groups are
-counted separately. If every inner tile is full, the mask is *fully block-sparse*: no kernel masks single tokens.
+An inner tile that is inside ``core`` in every dimension is *full*. Any other inner tile is *partial* and needs a mask.
+If every inner tile is full, the mask is *fully block-sparse*. Each dilation group has separate tiles.
 
-A kernel may split the rows of an outer tile among *row groups* (the warpgroups of the Hopper forward kernel). A row
-group skips an inner tile that none of its rows sees. It masks a tile unless the tile is full for the smallest box of
-the outer tile that contains the group's rows. A *part* of an inner tile is the work of a single row group on the tile.
+A kernel may divide the rows of an outer tile among *row groups* (the warpgroups of the Hopper forward kernel). A row
+group skips an inner tile if no row of the group sees the tile. It masks an inner tile unless the tile is full for the
+bounding box of the group's rows in the outer tile. A *part* is the work of one row group on one inner tile.
 
-The number of inner tiles that some row group masks is not a product over the dimensions. The number of tiles that one
-given set of row groups sees, and that are full for another given set, is a product over the dimensions. Let seen_g and
-full_g be 1 if row group g sees the tile and if the tile is full for it, otherwise 0. No row group masks the tile if
+The number of inner tiles that at least one row group masks is not a product over the dimensions. But it is a sum of
+such products. For an inner tile, let seen_g be 1 if row group g sees the tile, and full_g be 1 if the tile is full for
+g. Otherwise they are 0. No row group masks the tile if
 
     product over g of (1 - seen_g + full_g) = 1
 
-The expansion of this product has a term per choice of 1, seen_g or full_g for every row group; each term is countable.
+In each term of the expanded product, every row group contributes 1, -seen_g or full_g. The term is nonzero for the
+inner tiles that one set of row groups sees and that are full for another set. The number of these tiles is a product
+over the dimensions.
 """
 
 from __future__ import annotations
@@ -47,26 +51,28 @@ from natten_jax.windows import Axis
 Placement = Literal["anchored", "aligned"]
 _PLACEMENTS = ("anchored", "aligned")
 
-#: Largest number of tiles of a dimension that are counted.
+#: Maximum number of tiles along a dimension. Dimensions with more tiles are rejected.
 MOST_TILES = 1 << 20
-#: Tokens of a dilation group to which longer groups are shortened before tiles are ranked.
+#: Maximum number of tokens of a dilation group when tiles are ranked. Longer groups are shortened to this number.
 _RANKED_TOKENS = 1 << 17
-#: Tile size that is assumed for ``MOST_TILES`` if visible pairs are counted without tiles.
+#: Tokens per tile that the limit ``MOST_TILES`` assumes if visible pairs are counted without tiles.
 _COMMON_TILE = 128
-#: Tiles or tokens per NumPy array.
+#: Maximum number of tiles or tokens in a NumPy array.
 _CHUNK = 1 << 14
-#: Products of three smaller integers, and sums of a few of these, are exact in float64.
+#: If integers are smaller than this number, products of three of them, and sums of a few such products, are exact in
+#: float64.
 _SMALL_ENTRY = 1 << 17
 
-#: Requirement of a row group for an inner tile: none, the row group sees the tile, or the tile is full.
+#: Requirements on an inner tile for one row group: no requirement; the row group sees the tile; the tile is full for
+#: the row group.
 _ANY, _SEEN, _FULL = range(3)
 
-#: First and last coordinate inside an outer tile, in one dimension.
+#: First and last coordinate of a row group's rows inside an outer tile, in one dimension.
 Rows = tuple[int, int]
 
 
 def check_countable(tokens: int, tile: int) -> None:
-    """Reject dimensions with too many tiles to count.
+    """Reject a dimension that has too many tiles to count.
 
     Raises:
         ValueError: There are more than ``2**20`` tiles.
@@ -85,9 +91,9 @@ def has_longer_groups(problem: Problem, tokens: int) -> bool:
 
 
 def shortened(problem: Problem) -> Problem:
-    """Return the problem with dimensions short enough to rank tiles for any call within a fraction of a second.
+    """Return the problem with long dimensions shortened, so that ranking tiles takes only a fraction of a second.
 
-    Dilation groups are shortened to at most ``2**17`` tokens; longer groups hardly change the order of the tiles.
+    Dilation groups are shortened to at most ``2**17`` tokens. This hardly changes the order of the tiles.
     """
     if not has_longer_groups(problem, _RANKED_TOKENS):
         return problem
@@ -100,7 +106,7 @@ def shortened(problem: Problem) -> Problem:
 
 
 def visible_pairs(problem: Problem) -> int:
-    """Count the visible query-key pairs of a single batch element and head.
+    """Count the visible query-key pairs of one batch entry and head.
 
     Raises:
         ValueError: A dimension is too long to count.
@@ -113,7 +119,7 @@ def visible_pairs(problem: Problem) -> int:
 def _visible_pairs_of_axis(axis: Axis) -> int:
     pairs = 0
     for groups, queries, keys in axis.dilation_groups():
-        if not axis.is_causal and axis.edges != "cut":  # every window has all of its keys
+        if not axis.is_causal and axis.edges != "cut":  # every window has exactly kernel_size keys
             pairs += groups * queries * axis.kernel_size
             continue
         check_countable(queries, _COMMON_TILE)
@@ -124,24 +130,24 @@ def _visible_pairs_of_axis(axis: Axis) -> int:
 
 
 def _chunks(count: int) -> Iterator[Any]:
-    """Yield the integers below ``count`` in arrays of limited size."""
+    """Yield the integers from 0 to ``count - 1`` in arrays of limited size."""
     for first in range(0, count, _CHUNK):
         yield np.arange(first, min(first + _CHUNK, count))
 
 
 def all_pairs(problem: Problem) -> int:
-    """Return the number of query-key pairs without any mask, for a single batch element and head."""
+    """Return the number of all query-key pairs, visible or masked, of one batch entry and head."""
     return math.prod(problem.query_layout) * (math.prod(problem.kv_layout) + problem.additional_kv)
 
 
 def flops(problem: Problem, pass_: Pass) -> int:
-    """Return the floating-point operations of a pass's matrix products on visible pairs, in all entries and heads.
+    """Return the floating-point operations of a pass: matrix products on visible pairs, in all entries and heads.
 
     Args:
         problem: The problem.
-        pass_: ``"forward"`` has two products, over ``head_dim`` and ``head_dim_v``. ``"backward"`` has five products,
-            counted as 2.5 times the operations of the forward pass, which is exact if ``head_dim`` equals
-            ``head_dim_v``.
+        pass_: The forward pass has two matrix products, one of width ``head_dim`` and one of width ``head_dim_v``. The
+            backward pass has five, which are counted as 2.5 times the operations of the forward pass. This count is
+            exact if ``head_dim`` equals ``head_dim_v``.
     """
     width = problem.head_dim + problem.head_dim_v
     operations = problem.batch * problem.heads * width * visible_pairs(problem)
@@ -156,20 +162,21 @@ def least_bytes(problem: Problem, pass_: Pass) -> int:
     out = queries * problem.heads * problem.head_dim_v * ELEMENT_TYPES[problem.output_dtype].bytes
     once = problem.batch * (elements * problem.element.bytes + out)
     logsumexp = problem.batch * problem.heads * queries * ELEMENT_TYPES[problem.element.accumulator].bytes
-    # The backward pass reads the output and its gradient, and writes a gradient for every other array.
+    # The backward pass reads all arrays and the gradient of the output, and writes a gradient for every input.
     return (once if pass_ == "forward" else 2 * once) + logsumexp
 
 
 class ClassifiedTiles(NamedTuple):
-    """Counts of the tiles of a dimension, over all dilation groups.
+    """Tile counts of one dimension, summed over its dilation groups.
 
     Attributes:
         outer: Number of outer tiles.
-        classified: ``[len(inner_tiles), 3 ** len(rows)]``. Number of inner tiles that meet a combination of
-            requirements, one per row group, in the order of ``itertools.product``. int64 if products over dimensions
-            are exact in float64, otherwise Python ints.
-        most_inner: Largest number of inner tiles of an outer tile.
-        hull_pairs: Pairs of a token of an outer tile and a token of its hull.
+        classified: ``[len(inner_tiles), 3 ** len(rows)]``. Number of inner tiles that meet each combination of
+            requirements. A combination has one requirement per row group. Combinations have the order of
+            ``itertools.product``. The elements are int64 if products over dimensions are exact in float64, otherwise
+            Python ints.
+        most_inner: Maximum number of inner tiles that an outer tile visits.
+        hull_pairs: Number of pairs of a token of an outer tile and a token of this tile's hull.
     """
 
     outer: int
@@ -182,7 +189,9 @@ class ClassifiedTiles(NamedTuple):
 def classified_tiles(
     axis: Axis, outer_tile: int, inner_tiles: tuple[int, ...], placement: Placement, pass_: Pass, rows: tuple[Rows, ...]
 ) -> ClassifiedTiles:
-    """Count inner tiles of a dimension by whether row groups with the given ``rows`` see some or all of their tokens.
+    """Count the inner tiles along a dimension that meet each combination of requirements (:class:`ClassifiedTiles`).
+
+    ``rows`` has one entry per row group: the coordinates of the group's rows inside an outer tile.
 
     Raises:
         ValueError: The dimension has too many tiles.
@@ -201,7 +210,7 @@ def classified_tiles(
         for numbers in _chunks(tiles):
             first = numbers * tile
             last = np.minimum(first + tile, tokens) - 1
-            index = np.minimum(first + offsets, last)  # rows past the last token count as the last token
+            index = np.minimum(first + offsets, last)  # rows after the last token count as the last token
             begin, end = axis.bounds(index, (queries, keys), of_query=pass_ == "forward")
             counts = _count_classified(begin, np.minimum(end, others), end, extents, placement)
             classified += groups * counts.sum(axis=-1).astype(object)
@@ -213,15 +222,15 @@ def classified_tiles(
 
 
 def _count_classified(begin: Any, core_end: Any, end: Any, extents: Any, placement: Placement) -> Any:
-    """Count the inner tiles of each outer tile that meet the requirements of all row groups.
+    """Count the inner tiles of each outer tile that meet each combination of requirements.
 
     Args:
-        begin: ``[2 + 2 * row_groups, outer tiles]``. First tokens of windows: of the outer tile's first and last row,
-            and then of the first and last row of every row group.
-        core_end: Ends of the windows, at most the end of the dimension, even if it wraps.
-        end: Ends of the windows.
-        extents: ``[inner_tiles, 1]``. Extents of inner tiles.
-        placement: Start of the inner tiles, as in :func:`count_tiles`.
+        begin: ``[2 + 2 * row_groups, outer tiles]``. First token that each of the following rows sees: the first and
+            the last row of the outer tile, then the first and the last row of each row group.
+        core_end: Like ``end``, but at most the end of the dimension, even if the dimension wraps.
+        end: Ends of the tokens that these rows see, with the shape of ``begin``.
+        extents: ``[inner_tiles, 1]``. Candidate extents of an inner tile.
+        placement: Position of the inner tiles, as in :func:`count_tiles`.
 
     Returns:
         ``[3 ** row_groups, inner_tiles, outer tiles]``.
@@ -229,11 +238,11 @@ def _count_classified(begin: Any, core_end: Any, end: Any, extents: Any, placeme
     origin = begin[0] if placement == "anchored" else 0
     begins, ends = np.full((1, 1, 1), np.iinfo(np.int64).min), np.full((1, 1, 1), np.iinfo(np.int64).max)
     for low, high in zip(range(2, len(begin), 2), range(3, len(begin), 2), strict=True):
-        # Tiles that contain tokens of the hull, and tiles that contain tokens that the row group sees ...
+        # Range of the inner tiles that overlap the hull, and range of the inner tiles that the row group sees.
         seen_begin, seen_end = begin[[0, low], np.newaxis], end[[1, high], np.newaxis]
         holding_begin = (seen_begin - origin) // extents
         holding_end = np.where(seen_end > seen_begin, -((origin - seen_end) // extents), holding_begin)
-        # ... and tiles of which every row of the row group sees all tokens.
+        # Range of the inner tiles that are full for the row group: each of its rows sees all tokens of the tile.
         full_begin, full_end = -((origin - begin[high]) // extents), (core_end[low] - origin) // extents
         group_begins = np.concatenate([holding_begin, full_begin[np.newaxis]])
         group_ends = np.concatenate([holding_end, full_end[np.newaxis]])
@@ -243,9 +252,9 @@ def _count_classified(begin: Any, core_end: Any, end: Any, extents: Any, placeme
 
 
 class PartCounts(NamedTuple):
-    """Work of row groups on inner tiles: numbers, or arrays with an entry per shape of inner tiles.
+    """Tile counts for all row groups. Each attribute is a number, or an array with one entry per inner tile shape.
 
-    :class:`TileCounts` documents the attributes.
+    The attributes have the same meaning as in :class:`TileCounts`.
     """
 
     outer: Any
@@ -266,9 +275,10 @@ def part_counts(
     pass_: Pass,
     kernel: Kernel,
 ) -> PartCounts:
-    """Count the work of a kernel's row groups on inner tiles, for several shapes with equal numbers of tokens.
+    """Count the tiles and parts that a kernel visits, skips and masks, for each of several inner tile shapes.
 
-    The kernel masks the end of an inner tile that is smaller than the kernel's inner tile.
+    All these shapes have the same number of tokens. If the inner tile of the kernel has more tokens, the kernel masks
+    the rest of it, so that no inner tile is full.
     """
     row_groups = kernel.row_groups
     boxes = _row_boxes(outer_tile, kernel.outer_tokens // row_groups, row_groups)
@@ -288,20 +298,25 @@ def part_counts(
         return parts
     added = PartCounts(*np.array([_added_parts(problem, outer, each, kernel, pass_) for each in inner_tiles], object).T)
     total = PartCounts(*map(operator.add, parts, added))
-    if pass_ == "forward":  # additional tokens add inner tiles to the same outer tiles
+    if pass_ == "forward":  # the same outer tiles visit the additional tokens
         return total
     return total._replace(most_inner=np.maximum(parts.most_inner, added.most_inner))
 
 
 def _added_parts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel, pass_: Pass) -> PartCounts:
-    """Count tiles of additional tokens: inner tiles of ``outer`` tiles (forward), or outer tiles (backward)."""
+    """Count the tiles of additional tokens.
+
+    In the forward pass, each of the ``outer`` outer tiles visits additional tokens as inner tiles. In the backward
+    pass, additional tokens are in separate outer tiles.
+    """
     tokens = kernel.inner_tokens if pass_ == "forward" else kernel.outer_tokens
     full_tiles, rest = divmod(problem.additional_kv, tokens)
     tiles = full_tiles + bool(rest)
     if pass_ == "forward":
         own, most_inner, inner, full = 0, tiles, outer * tiles, outer * full_tiles
     else:
-        # Every tile of additional tokens reads the whole query layout from its first token, even with dilation.
+        # Every outer tile of additional tokens visits all queries. The inner tiles cover the layout from its first
+        # token on, without regard to dilation.
         extents = list(zip(problem.query_layout, inner_tile, strict=True))
         own, most_inner = tiles, math.prod(-(-extent // tile) for extent, tile in extents)
         fills = math.prod(inner_tile) == kernel.inner_tokens
@@ -312,42 +327,43 @@ def _added_parts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel
 
 @functools.lru_cache(maxsize=1 << 10)
 def _distinct_extents(inner_tiles: tuple[Shape, ...]) -> list[tuple[tuple[int, ...], Any]]:
-    """Return, per dimension, the distinct extents of the tiles, and the index of each tile's extent among them."""
+    """Return, per dimension, the distinct extents of the tiles, and the index of each tile's extent in this list."""
     found = [np.unique(extents, return_inverse=True) for extents in zip(*inner_tiles, strict=True)]
     return [(tuple(values.tolist()), numbers) for values, numbers in found]
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _row_boxes(outer_tile: Shape, rows: int, row_groups: int) -> list[tuple[Rows, ...]]:
-    """Return, per dimension, the smallest box of the outer tile that contains the rows of each row group.
+    """Return, per dimension, the first and last coordinate of each row group's rows, which is their bounding box.
 
-    Rows past the end of the tile count as its last row.
+    Row indices after the end of the tile count as the last row of the tile.
     """
     end = math.prod(outer_tile) - 1
     rows_of_groups = [(min(rows * group, end), min(rows * (group + 1) - 1, end)) for group in range(row_groups)]
     boxes = []
     for dim, extent in enumerate(outer_tile):
-        step = math.prod(outer_tile[dim + 1 :])  # rows to the next token of the dimension
+        step = math.prod(outer_tile[dim + 1 :])  # distance in rows between neighbors in this dimension
         tokens = [(first // step, last // step) for first, last in rows_of_groups]
-        is_line = [first // extent == last // extent for first, last in tokens]  # equal leading coordinates
+        is_line = [first // extent == last // extent for first, last in tokens]  # equal coordinates before `dim`
         pairs = zip(tokens, is_line, strict=True)
         boxes.append(tuple([(a % extent, b % extent) if line else (0, extent - 1) for (a, b), line in pairs]))
     return boxes
 
 
 def _requirements(row_groups: int) -> Any:
-    """Return all combinations of a requirement per row group, ``[3 ** row_groups, row_groups]``."""
+    """Return all combinations of requirements, one per row group: ``[3 ** row_groups, row_groups]``."""
     return np.array(list(itertools.product((_ANY, _SEEN, _FULL), repeat=row_groups)))
 
 
 @functools.cache
 def _strictest(numbers: tuple[int, ...]) -> Any:
-    """Map indices of combinations of requirements to indices of combinations for distinct row groups.
+    """Return, for each combination of requirements, the index of the equivalent combination for distinct row groups.
 
-    If several row groups have equal rows, their strictest requirement implies the others.
+    Row groups with equal coordinates in a dimension are counted as one distinct row group. The strictest of their
+    requirements applies to it, because this requirement implies the others.
 
     Args:
-        numbers: For every row group, the index of its rows among the distinct rows.
+        numbers: For every row group, the index of its distinct row group.
     """
     required, distinct = _requirements(len(numbers)), range(max(numbers) + 1)
     strictest = [required[:, np.equal(numbers, number)].max(axis=1) for number in distinct]
@@ -356,7 +372,11 @@ def _strictest(numbers: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _weights(row_groups: int, fills: bool) -> Any:
-    """Return weights ``[3 ** row_groups, 5]`` that sum ``classified`` to the fields ``inner`` to ``partial``."""
+    """Return the weights of the combinations of requirements in five sums: ``[3 ** row_groups, 5]``.
+
+    The sums are the fields ``inner`` to ``partial`` of :class:`PartCounts`. ``fills`` is True if an inner tile fills
+    the inner tile of the kernel.
+    """
     required = _requirements(row_groups)
     is_single = np.count_nonzero(required != _ANY, axis=1) == 1
     seen, full = (is_single & np.any(required == each, axis=1) for each in (_SEEN, _FULL))
@@ -366,15 +386,15 @@ def _weights(row_groups: int, fills: bool) -> Any:
 
 
 class TimedTiles(NamedTuple):
-    """Tile counts of a single batch element and head, for the time model.
+    """Tile counts of one batch entry and head, for the time model.
 
-    The attributes are numbers, or arrays with an entry per pair of tiles.
+    Each attribute is a number, or an array with one entry per pair of tiles.
 
     Attributes:
-        outer: Outer tiles.
-        inner: Inner tiles, summed over the outer tiles.
-        seen: Inner tiles that are computed; a part counts as ``1 / row_groups``.
-        partial: Inner tiles that some row group masks.
+        outer: Number of outer tiles.
+        inner: Number of visited inner tiles, summed over the outer tiles.
+        seen: Number of inner tiles that are not skipped. A part that is not skipped counts as ``1 / row_groups`` tiles.
+        partial: Number of inner tiles that at least one row group masks.
     """
 
     outer: Any
@@ -385,21 +405,25 @@ class TimedTiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileCounts:
-    """Counts of tiles and query-key pairs of a single batch element and head.
+    """Counts of tiles and query-key pairs of one batch entry and head.
+
+    :mod:`natten_jax.cost_model.tiles` defines hulls, full tiles, row groups and parts.
 
     Attributes:
-        outer: Outer tiles: query tiles in the forward pass, key/value tiles in the backward pass.
-        inner: Inner tiles that are visited, summed over the outer tiles.
-        full: Inner tiles that need no mask.
-        most_inner: Largest number of inner tiles of an outer tile.
-        row_groups: Groups of an outer tile's rows that skip and mask inner tiles independently.
-        seen_parts: Parts of inner tiles that are not skipped, of ``row_groups * inner``.
-        full_parts: Parts of inner tiles that are not skipped and need no mask.
-        partial: Inner tiles that some row group masks.
-        visible_pairs: Query-key pairs that the mask does not hide, which are the useful work.
-        hull_pairs: Pairs of a token of an outer tile and a token of its hull: visible and masked pairs.
-        visited_pairs: Pairs in the tiles, including padding.
-        executed_pairs: Pairs in parts that are not skipped.
+        outer: Number of outer tiles, which are query tiles in the forward pass and key/value tiles in the backward
+            pass.
+        inner: Number of visited inner tiles, summed over the outer tiles.
+        full: Number of inner tiles that are full for all row groups.
+        most_inner: Maximum number of inner tiles that an outer tile visits.
+        row_groups: Number of row groups of an outer tile.
+        seen_parts: Number of parts that are not skipped. The total number of parts is ``row_groups * inner``.
+        full_parts: Number of parts that are not skipped and need no mask.
+        partial: Number of inner tiles that at least one row group masks.
+        visible_pairs: Number of query-key pairs that are not masked. These are the useful work.
+        hull_pairs: Number of pairs of a token of an outer tile and a token of this tile's hull. These pairs are visible
+            or masked.
+        visited_pairs: Number of pairs in all visited tiles, including padding.
+        executed_pairs: Number of pairs in all parts that are not skipped, including padding.
     """
 
     outer: int
@@ -417,42 +441,42 @@ class TileCounts:
 
     @property
     def tiles(self) -> TimedTiles:
-        """The counts for the time model."""
+        """The counts that the time model needs."""
         return TimedTiles(self.outer, self.inner, self.seen_parts / self.row_groups, self.partial)
 
     @property
     def inner_per_outer(self) -> float:
-        """Inner tiles per outer tile, on average."""
+        """Average number of inner tiles per outer tile."""
         return self.inner / self.outer
 
     @property
     def full_share(self) -> float:
-        """Share of the computed parts of inner tiles that need no mask."""
+        """Of the parts that are not skipped, the fraction that needs no mask."""
         return self.full_parts / self.seen_parts if self.seen_parts else 1.0
 
     @property
     def is_fully_block_sparse(self) -> bool:
-        """True if no tile needs a mask."""
+        """True if no inner tile needs a mask."""
         return self.full == self.inner
 
     @property
     def computed_share(self) -> float:
-        """Share of the inner tiles that is computed and not skipped."""
+        """Fraction of the visited pairs whose part is not skipped."""
         return self.executed_pairs / self.visited_pairs
 
     @property
     def masked_share(self) -> float:
-        """Share of the visited pairs that the mask hides."""
+        """Fraction of the visited pairs that are in a hull and masked."""
         return (self.hull_pairs - self.visible_pairs) / self.visited_pairs
 
     @property
     def padding_share(self) -> float:
-        """Share of the visited pairs that lies outside of the tokens or of the hull."""
+        """Fraction of the visited pairs that are padding or outside of the hull."""
         return (self.visited_pairs - self.hull_pairs) / self.visited_pairs
 
     @property
     def wasted_share(self) -> float:
-        """Share of the executed pairs that is masked or padding."""
+        """Fraction of the executed pairs that are masked or padding."""
         return 1 - self.visible_pairs / self.executed_pairs
 
 
@@ -464,7 +488,7 @@ def count_tiles(
     placement: Placement = "anchored",
     kernel: Kernel | None = None,
 ) -> TileCounts:
-    """Count the tiles of a pass exactly, for a single batch element and head.
+    """Count the tiles of a pass exactly, for one batch entry and head.
 
     Example:
         >>> from natten_jax import simulator
@@ -477,10 +501,10 @@ def count_tiles(
         problem: The problem.
         pair: Query and key/value tile shape, with one extent per token dimension.
         pass_: The pass.
-        placement: ``"anchored"``: inner tiles start at the first token that the outer tile needs.
-            ``"aligned"``: inner tiles are on a grid that starts at token 0 (of each dilation group).
-        kernel: The kernel that executes the tiles. The kernel's own tiles may be larger, with padding. ``None`` assumes
-            a kernel with tiles of exactly these sizes.
+        placement: ``"anchored"`` if the inner tiles of an outer tile start at the first token that the outer tile sees.
+            ``"aligned"`` if inner tiles are on a grid that starts at token 0 of each dilation group.
+        kernel: The kernel that executes the tiles. It may be compiled for larger tiles, which then contain padding. If
+            ``None``, a kernel that is compiled for exactly these sizes is assumed.
 
     Raises:
         ValueError: A tile does not have one positive extent per dimension, ``placement`` is unknown, or a dimension has
@@ -520,7 +544,7 @@ def check_tiles(problem: Problem, pair: TilePair, placement: Placement, pass_: P
 
 
 def tile_pairs_of_sizes(q_size: int, kv_size: int, rank: int) -> Iterator[TilePair]:
-    """Return all pairs of a query tile and a key/value tile with the given numbers of tokens."""
+    """Return all pairs of a query tile shape and a key/value tile shape with the given numbers of tokens."""
     return itertools.product(_factorisations(q_size, rank), _factorisations(kv_size, rank))
 
 
