@@ -140,7 +140,7 @@ class DeviceCall:
     """A request, and the kind of device that runs it.
 
     Attributes:
-        request: The request. If the call is sharded, it describes the part of the call that one device runs.
+        request: The request. If a call is sharded, its request describes the part of the call that one device runs.
         device: The kind of device that runs the request.
     """
 
@@ -148,7 +148,7 @@ class DeviceCall:
     device: Device
 
     def plan(self, pass_: Pass) -> Plan:
-        """Return the plan of a pass. It is cached.
+        """Return the plan of a pass. Plans are cached.
 
         If the requested backend cannot run the backward pass, another backend is selected as if none was requested.
 
@@ -350,7 +350,7 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
 
 
 class Choice(NamedTuple):
-    """The pass that a performance argument affects, and the reason why a backend may ignore it.
+    """The pass that a performance argument affects, and the reason why a backend may ignore the argument.
 
     Attributes:
         pass_: The pass that the argument affects.
@@ -373,7 +373,7 @@ CHOICES: Mapping[str, Choice] = {
 
 
 def used_arguments_of(backend: Backend) -> frozenset[str]:
-    """Return the names of the performance arguments that a backend uses, or whose guarantee always holds."""
+    """Return the names of the performance arguments that a backend uses, including guarantees that it always gives."""
     return frozenset(backend.capabilities.used_arguments) | (
         {"kernel_schedule"} if backend.capabilities.schedules else set()
     )
@@ -387,8 +387,8 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
         asked: The performance arguments of the call. Arguments that have their default value are not returned.
 
     Returns:
-        Reason by name of the argument, for arguments that affect the plan's pass. A reason is a clause that begins with
-        the backend's name.
+        The reason for each argument name, only for arguments that affect the plan's pass. A reason is a clause that
+        begins with the backend's name.
     """
     backend, reasons = backends.by_id(plan.backend), {}
     known, unused = used_arguments_of(backend), backend.form(plan).unused

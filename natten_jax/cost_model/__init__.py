@@ -8,5 +8,5 @@
 - ``halos``: predicted times of passes whose token dimensions are sharded over devices.
 
 :mod:`natten_jax.simulator` is the public interface. The modules import :mod:`natten_jax.native`, for the limits of the
-kernels, and modules below it. They do not import backends, so that every backend can import them.
+kernels, and lower-level modules. They do not import backends, so that every backend can import them.
 """

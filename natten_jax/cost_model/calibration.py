@@ -76,9 +76,10 @@ class Calibration:
         compute_capability: The compute capability of the device.
         multiprocessors: The number of multiprocessors of the device.
         launch: Fixed overhead of a forward pass, in seconds.
-        byte: Seconds per byte of inputs and results that is read from or written to memory.
+        byte: Seconds to read or write one byte of inputs and results in memory.
         slowdown: Largest relative increase of a pass's time because the device lowers its clock at the power limit.
-        onset: Duration in seconds of a pass to whose time half of ``slowdown`` applies. More applies to longer passes.
+        onset: Duration of a pass, in seconds, at which half of ``slowdown`` applies. A larger share applies to longer
+            passes.
         kernels: Compiled kernels, by pass.
         backward_launch: Fixed overhead of a backward pass, which consists of several kernels, in seconds. ``None`` uses
             ``launch``.

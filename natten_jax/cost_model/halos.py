@@ -81,7 +81,7 @@ _CLEARLY_FASTER = 0.95
 
 
 def link_between(devices: int) -> Link:
-    """Return the slowest link between any of these devices, with eight devices per host.
+    """Return the slowest link among ``devices`` devices, if each host has eight devices.
 
     Example:
         >>> from natten_jax.simulator import link_between
@@ -293,10 +293,11 @@ def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
 
 
 def _copies(plan: Plan) -> int:
-    """Return the number of additional reads and writes of rows per query that sees a halo (query, output, gradients).
+    """Return the number of additional row reads and row writes for each query that sees a halo.
 
-    In the forward pass, a kernel that continues an earlier call reads the output of that call. For other kernels, the
-    queries are sliced, and the outputs of the two calls are merged in place.
+    The rows belong to the query, the output and their gradients. In the forward pass, a kernel that continues an
+    earlier call reads the output of that call. For other kernels, the queries are sliced, and the outputs of the two
+    calls are merged in place.
 
     In the backward pass, the queries, the saved outputs and the output gradients are sliced. The query gradients are
     set to zero, accumulated, converted and added. The row sums of output times output gradient are computed again.
@@ -360,7 +361,7 @@ def _kernel_seconds(
 def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | None:
     """Return the strategy that overlaps computation and halo exchange, if it is predicted to be faster.
 
-    Otherwise return ``None``. The alternative is to receive all halos before computing.
+    Otherwise, return ``None``. A device should then receive all halos before it computes.
 
     Args:
         plan: The plan of the pass, whose problem has the global layout.

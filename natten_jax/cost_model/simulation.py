@@ -1,7 +1,7 @@
 """Predicted times of passes, and a ranking of tile pairs by predicted time.
 
 :func:`predict` computes seconds from the tile counts of a pass. The coefficients belong to a compiled kernel on one
-kind of device (:mod:`natten_jax.cost_model.calibration`):
+kind of device (:mod:`natten_jax.cost_model.calibration`). The formula is:
 
     visiting = inner_tile * (seen tiles) + masking * (partial tiles) + skipping * (skipped tiles)
     tile = outer_tile + visiting / (outer tiles)
@@ -10,8 +10,8 @@ kind of device (:mod:`natten_jax.cost_model.calibration`):
     time = busy * (1 + slowdown * power * busy / (busy + onset))
 
 - Each row group of a kernel sees or skips an inner tile, and may mask it (:mod:`natten_jax.cost_model.tiles`). If only
-  some of the row groups skip a tile, it counts as a fraction of a seen tile and a fraction of a skipped tile. It counts
-  as partial if at least one row group masks it, because row groups alternate.
+  some of the row groups skip a tile, the tile counts as a fraction of a seen tile and a fraction of a skipped tile. A
+  tile counts as partial if at least one row group masks it, because row groups alternate.
 - The number of rounds (waves) is ``batch * heads * (outer tiles) / (multiprocessors * side_by_side)``, with
   ``heads_kv`` instead of ``heads`` in the backward pass. It is rounded up. If thread blocks take their tiles from a
   counter, ``tail`` is added instead (half a round on Hopper).

@@ -19,9 +19,9 @@ A kernel may divide the rows of an outer tile among *row groups* (the warpgroups
 group skips an inner tile if no row of the group sees the tile. It masks an inner tile unless the tile is full for the
 bounding box of the group's rows in the outer tile. A *part* is the work of one row group on one inner tile.
 
-The number of inner tiles that at least one row group masks is not a product over the dimensions. But it is a sum of
-such products. For an inner tile, let seen_g be 1 if row group g sees the tile, and full_g be 1 if the tile is full for
-g. Otherwise they are 0. No row group masks the tile if
+The number of inner tiles that at least one row group masks is not a product over the dimensions. But this number is a
+sum of such products. For an inner tile, let seen_g be 1 if row group g sees the tile, and full_g be 1 if the tile is
+full for g. Otherwise they are 0. No row group masks the tile if
 
     product over g of (1 - seen_g + full_g) = 1
 
@@ -228,7 +228,7 @@ def _count_classified(begin: Any, core_end: Any, end: Any, extents: Any, placeme
         begin: ``[2 + 2 * row_groups, outer tiles]``. First token that each of the following rows sees: the first and
             the last row of the outer tile, then the first and the last row of each row group.
         core_end: Like ``end``, but at most the end of the dimension, even if the dimension wraps.
-        end: Ends of the tokens that these rows see, with the shape of ``begin``.
+        end: End of the tokens that each of these rows sees, with the shape of ``begin``.
         extents: ``[inner_tiles, 1]``. Candidate extents of an inner tile.
         placement: Position of the inner tiles, as in :func:`count_tiles`.
 
@@ -344,7 +344,7 @@ def _row_boxes(outer_tile: Shape, rows: int, row_groups: int) -> list[tuple[Rows
     for dim, extent in enumerate(outer_tile):
         step = math.prod(outer_tile[dim + 1 :])  # distance in rows between neighbors in this dimension
         tokens = [(first // step, last // step) for first, last in rows_of_groups]
-        is_line = [first // extent == last // extent for first, last in tokens]  # equal coordinates before `dim`
+        is_line = [first // extent == last // extent for first, last in tokens]  # coordinates before `dim` are equal
         pairs = zip(tokens, is_line, strict=True)
         boxes.append(tuple([(a % extent, b % extent) if line else (0, extent - 1) for (a, b), line in pairs]))
     return boxes
@@ -374,8 +374,8 @@ def _strictest(numbers: tuple[int, ...]) -> Any:
 def _weights(row_groups: int, fills: bool) -> Any:
     """Return the weights of the combinations of requirements in five sums: ``[3 ** row_groups, 5]``.
 
-    The sums are the fields ``inner`` to ``partial`` of :class:`PartCounts`. ``fills`` is True if an inner tile fills
-    the inner tile of the kernel.
+    The sums are the fields ``inner`` to ``partial`` of :class:`PartCounts`. ``fills`` is True if inner tiles have the
+    size for which the kernel is compiled.
     """
     required = _requirements(row_groups)
     is_single = np.count_nonzero(required != _ANY, axis=1) == 1
@@ -461,7 +461,7 @@ class TileCounts:
 
     @property
     def computed_share(self) -> float:
-        """Fraction of the visited pairs whose part is not skipped."""
+        """Fraction of the visited pairs that are executed."""
         return self.executed_pairs / self.visited_pairs
 
     @property

@@ -29,7 +29,7 @@ INDICES = 2 + 2 * KERNEL_RANK
 
 
 class GridIndices(NamedTuple):
-    """Grid indices of a step of a program: head, dilation group, owned tile, query head, and step.
+    """Grid indices of a program's step: head, dilation group, owned tile, query head, and number of the step.
 
     The grid dimensions have this order. ``tile`` and ``step`` have three dimensions each, one per token dimension. If
     programs own query tiles, the grid has no dimension for ``query_head``, and ``query_head`` is 0.
@@ -49,7 +49,7 @@ class GridIndices(NamedTuple):
 
     @classmethod
     def here(cls, indices: int = INDICES) -> GridIndices:
-        """Return the grid indices of the current program."""
+        """Return the grid indices of the current step."""
         return cls.from_indices([pl.program_id(axis) for axis in range(indices)])
 
 
@@ -143,7 +143,7 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
 
 
 def query_operands(call: Call, scale: jax.Array) -> list[Any]:
-    """Return the first operands, up to the query, of the kernels whose programs own query tiles.
+    """Return the operands that precede the query in kernels whose programs own query tiles.
 
     These are three box tables and two tables of window bounds, all in scalar memory; scales; and two arrays for masks:
     key coordinates, and the window bounds along the last dimension.
@@ -171,7 +171,7 @@ class KeyBox(NamedTuple):
 
     Attributes:
         first: First key of the box.
-        own: First key of the box that no earlier box of the query tile includes.
+        own: First key that is in this box, but in no earlier box of the query tile.
     """
 
     first: Scalar

@@ -213,7 +213,7 @@ def _query_head(call: Call, place: GridIndices) -> Scalar:
 
 
 def _seeing(call: Call, place: GridIndices, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
-    """Return the query tile that a step visits, and True if it has one. Steps after the last tile repeat that tile."""
+    """Return the query tile that a step visits, and True if there is one. Steps after the last tile repeat it."""
     tiles, is_step = [], []
     found = call.seeing(tables, call.group_of(place.group), place.tile)
     for visits, step, (first, count) in zip(call.visits, place.step, found, strict=True):

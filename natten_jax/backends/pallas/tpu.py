@@ -163,8 +163,9 @@ class _Model:
         axes: Token dimensions.
         heads: Heads per pack; 1 if heads are not packed.
         leading: Number of packs, or of heads if they are not packed, over all batch entries. A program of the forward
-            pass may process several of them. 1 if query heads share key heads, so that a program processes one head.
-        widths: Elements per token of a pack (or head): of queries and keys, and of values.
+            pass may process several of them. The number is 1 if query heads share key heads, because a program then
+            processes one head.
+        widths: Elements per token of one pack (or head), in queries and keys, and in values.
         steps: Box starts and box extents are multiples of these numbers of tokens: :func:`alignment` along the last
             token dimension, 1 along the others.
     """
