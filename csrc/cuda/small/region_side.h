@@ -1,4 +1,4 @@
-// A dimension of a problem as the rows of a kernel see it: the columns that tiles see.
+// Numbers of columns that the rows of a kernel see along a dimension. Rows are queries or keys (region.h).
 #pragma once
 
 #include <algorithm>
@@ -8,32 +8,36 @@
 
 namespace natten_jax::small {
 
-/// Largest window (kernel size plus stride) for which the ends of a layout are enumerated exactly.
+/// Limit of exact results in Side. Keys near the ends of a layout are enumerated only if the kernel size plus the
+/// stride is at most this number. With per-entry layouts, all lengths of a layout are enumerated only if there are at
+/// most this many.
 constexpr std::int64_t kMostLookedAt = 1024;
 
-/// A dimension, from the point of view of a kernel's rows.
+/// A dimension of a problem, in a kernel whose rows are queries or keys.
 struct Side {
   const Axis& axis;
   bool rows_are_keys;
   Places places;
 
-  /// True if the tokens may begin or end anywhere in a layout.
+  /// True unless the arrays cover the complete layout.
   bool has_origins() const { return places != Places::kComplete; }
 
-  /// Local rows and columns of the longest dilation group.
+  /// Numbers of rows and columns of the longest dilation group in the arrays.
   std::int64_t rows() const { return of_group((rows_are_keys ? axis.kv : axis.query).local_extent); }
   std::int64_t columns() const { return of_group((rows_are_keys ? axis.query : axis.kv).local_extent); }
 
-  /// Returns the maximum number of columns that the rows of `tiles` consecutive tiles see; the first tile begins at a
-  /// multiple of their rows. With per-entry layouts of any length, the last `tiles` tiles of keys in a layout form one
-  /// region, and the region before it has the remaining ones (RegionAxis::fill_last_region).
+  /// Returns the maximum number of columns that the rows of `tiles` consecutive tiles see. The tiles form a region, so
+  /// that their first row is a multiple of `tile * tiles`. With per-entry layouts of any length, the last two regions
+  /// of keys are an exception (RegionAxis::fill_last_region): the last one has the last `tiles` tiles of the layout,
+  /// and the one before it has the remaining tiles.
   std::int64_t seen(std::int64_t tile, std::int64_t tiles = 1) const {
     if (are_whole()) return columns();
     const std::int64_t inside = seen_inside(tile * tiles);
     return limited(rows_are_keys ? std::max(inside, seen_at_ends(tile, tiles)) : inside);
   }
 
-  /// Returns the average number of groups of columns that `count` rows see.
+  /// Returns the average number of groups of columns that `count` consecutive rows see. `group` is the number of
+  /// columns of a group.
   double mean_groups(std::int64_t count, std::int64_t group) const {
     if (are_whole()) return static_cast<double>(divide_up(columns(), group));
     const double inside = static_cast<double>(divide_up(limited(seen_inside(count)), group));
@@ -49,28 +53,30 @@ struct Side {
   }
 
  private:
-  /// Clamps a number of columns to the number of all columns, except if the dimension wraps: a column may then occur
-  /// twice.
+  /// Limits a number of columns to the columns of the dilation group. If the dimension wraps, a column may occur twice,
+  /// so that there is no limit.
   std::int64_t limited(std::int64_t seen) const {
     return axis.window.ends == Ends::kWrap ? seen : std::min(seen, columns());
   }
 
-  /// True if every window is the whole sequence.
+  /// True if every query sees all keys.
   bool are_whole() const { return axis.query.extent != axis.kv.extent; }
 
   bool looks_at_ends() const { return !has_origins() && ends() <= kMostLookedAt; }
   std::int64_t ends() const { return axis.window.kernel_size + axis.window.stride; }
 
-  /// Like `seen`, but for keys near the ends of a layout: more queries see them, because the end shifts their windows.
+  /// Like `seen`, for keys near the ends of a layout. The ends shift the windows of queries, so that more queries see
+  /// these keys.
   std::int64_t seen_at_ends(std::int64_t tile, std::int64_t tiles) const {
     const Window& window = axis.window;
     const std::int64_t count = tile * tiles, longest = of_group(axis.kv.extent);
-    // The ends of a longer layout equal the ends of a layout of some length up to `all_kinds`.
+    // At its ends, a layout of more than `all_kinds` tokens has the same numbers as some layout of at most `all_kinds`
+    // tokens.
     const std::int64_t all_kinds = 2 * ends() + count * (window.stride + 3);
     const bool looks_at_all =
         places == Places::kOfEntries && axis.kv.local_extent == axis.kv.extent && all_kinds <= kMostLookedAt;
     if (!looks_at_ends() && !looks_at_all) {
-      // In a short layout, a key may be near both ends: the whole layout sees it.
+      // In a short layout, a key may be near both ends. All queries may then see it.
       const bool may_be_short = places == Places::kOfEntries || longest <= 2 * window.kernel_size + count;
       const std::int64_t shifted = window.kernel_size / 2 + window.stride;
       return seen_inside(count) + (may_be_short ? std::max(shifted, window.kernel_size) : shifted);
@@ -93,7 +99,7 @@ struct Side {
 
   std::int64_t of_group(std::int64_t extent) const { return divide_up(extent, axis.window.dilation); }
 
-  /// Returns the number of columns that see the keys from `begin` to `end` of a layout.
+  /// Returns the number of queries that see any of the keys `begin` to `end - 1` of a layout of `length` tokens.
   std::int64_t seen_between(std::int64_t begin, std::int64_t end, std::int64_t length) const {
     if (length < axis.window.kernel_size) return length;
     const auto first_seen = inverse_window_bounds(axis.window, begin, length, length);
@@ -101,7 +107,7 @@ struct Side {
     return last_seen.end - first_seen.begin;
   }
 
-  /// Like `seen`, but away from the ends of the layout.
+  /// Like `seen`, for `count` consecutive rows away from the ends of the layout.
   std::int64_t seen_inside(std::int64_t count) const {
     const Window& window = axis.window;
     count = std::min(count, rows());
@@ -109,7 +115,8 @@ struct Side {
     return window.kernel_size + (rows_are_keys ? count - 1 + window.stride - 1 : steps);
   }
 
-  /// Calls `call` with the number of columns that see each block of `count` keys near the ends of a layout of `length`.
+  /// Divides a layout of `length` keys into blocks of `count` keys. For each block near an end of the layout, calls
+  /// `call` with the number of queries that see any key of the block.
   template <class Call>
   void for_ends(std::int64_t count, std::int64_t length, const Call& call) const {
     const Window& window = axis.window;
@@ -127,7 +134,7 @@ struct Side {
   }
 };
 
-/// The dimensions of a problem, from the point of view of a kernel's rows.
+/// The dimensions of a problem, in a kernel whose rows are queries or keys.
 struct Sides {
   Side of[kRank];
 

@@ -1,5 +1,5 @@
-// Sums for the gradient of a relative bias over all tiles of a region and all batch entries of a CTA: only a single
-// table per CTA is written to global memory.
+// Sums of logit gradients by offset, for the gradient of a relative bias in the kernel of whole layouts. A CTA sums
+// over all tiles of its region and over all of its batch entries. It writes only a single table to global memory.
 #pragma once
 
 #include "cuda/small/bias_sums.cuh"
@@ -7,14 +7,16 @@
 
 namespace natten_jax::small {
 
-/// Sums of a warp's tile. Each number of a record has two sums: over rows that are stored in place, and over late rows,
-/// which are stored one number later (TilePlan::late_rows). In accumulator order: the sums of numbers n and n + 8 are
-/// adjacent. The tile's smallest offsets follow.
+/// Sums of logit gradients over the queries of each warp's tile. Every number of a tile's record (bias_table.h) has two
+/// sums. One is over the queries whose gradients are stored in place. The other one is over late queries, whose
+/// gradients are stored one number later (TilePlan::late_rows). In accumulator order, the sums of numbers n and n + 8
+/// are adjacent. After a warp's sums, shared memory has the smallest offsets of its tile.
 class RegionSums {
  public:
   CUTE_DEVICE RegionSums(const WholeBiasParams& p, char* raw) : p_(p), raw_(raw) {}
 
-  /// Initializes a warp's sums. All warps have to call it before the CTA synchronizes.
+  /// Zeroes a warp's sums, and stores the smallest offsets of its tile. All warps have to call it before the CTA
+  /// synchronizes.
   CUTE_DEVICE void plan(const TilePlan& tile) const {
     clear();
     if (threadIdx.x % 32 != 0) return;
@@ -25,7 +27,7 @@ class RegionSums {
     }
   }
 
-  /// Adds the rows of a warp's tile.
+  /// Adds the logit gradients of a warp's tile to its sums.
   template <class Element>
   CUTE_DEVICE void add(const TilePlan& tile) const {
     const Region& region = p_.region;
@@ -40,18 +42,19 @@ class RegionSums {
     uint4 c = load_chunk(sums);
     CUTE_NO_UNROLL
     for (int i = region.record / kRecordStep; i > 0; --i) {
-      // The first lane of four has the two columns that matter; the other lanes compute unused values.
+      // Only columns 0 and 1 of the product are used: the sums over rows in place and over late rows. The first one of
+      // each four lanes has these columns.
       float d[4];
       HalfInstruction<Element>::fma(d[0], d[1], d[2], d[3], r[0], r[2], r[1], r[3], b[0], b[1], __uint_as_float(c.x),
                                     __uint_as_float(c.y), __uint_as_float(c.z), __uint_as_float(c.w));
       const std::uint32_t to = sums;
       rows += kBytesOfSum * kRecordStep;
       sums += kBytesOfStep;
-      if (i > 1) {  // prefetch for the next product
+      if (i > 1) {  // prefetch the operands of the next product
         load_matrices_transposed(r, rows);
         c = load_chunk(sums);
       }
-      __syncwarp();  // all lanes have read the data that is overwritten
+      __syncwarp();  // all lanes have read the sums that are overwritten
       if (lane % 4 == 0) {
         store_words(to, d[0], d[1]);
         store_words(to + 8, d[2], d[3]);
@@ -60,9 +63,9 @@ class RegionSums {
     __syncwarp();
   }
 
-  /// Writes the CTA's table, the sums over all of its items. All warps with rows have to call it, after they have added
-  /// all of their rows and synchronized. The entries are distributed over these warps, and the tiles are added to each
-  /// entry in order.
+  /// Adds up the sums of all warps, and writes them to the CTA's table in global memory. All warps with rows have to
+  /// call it, after they have added the rows of all items and have synchronized. The entries of the table are
+  /// distributed over these warps. For each entry, the warps' sums are added in the order of the warps.
   CUTE_DEVICE void write(const HeadItems& items) const {
     const Region& region = p_.region;
     // Distribute the entries over the warps that have rows.
@@ -76,7 +79,8 @@ class RegionSums {
       int offset[kRank];
       const bool is_offset = p_.table_box.split(entry, offset);
       float result = 0.f;
-      // Not unrolled: instruction fetches would take half of the time, since each instruction executes once or twice.
+      // Not unrolled: each instruction executes only once or twice, so that fetching the unrolled instructions would
+      // take half of the time.
       CUTE_NO_UNROLL
       for (int i = 0; i < warps; ++i) {
         const int4 least = *reinterpret_cast<const int4*>(least_of(i));
@@ -98,12 +102,14 @@ class RegionSums {
     __syncwarp();
   }
 
-  /// Smallest offset of a tile without rows: all entries lie before it.
+  /// Stands for the smallest offset of a tile without rows. It is larger than all offsets, so that the tile matches no
+  /// entry.
   static constexpr int kNowhere = 1 << 20;
-  /// Bytes of the sums that one product computes.
+  /// Bytes of the sums that one MMA instruction computes.
   static constexpr int kBytesOfStep = 2 * sizeof(float) * kRecordStep;
 
-  /// Returns the index of a number's sum over the rows that are stored in place; the sum over late rows is next to it.
+  /// Returns the index of a number's sum over the rows that are stored in place. The next element is the number's sum
+  /// over late rows.
   CUTE_DEVICE static unsigned place_of(unsigned number) {
     return number / kRecordStep * (2 * kRecordStep) + number % kColumns * 4 + number / kColumns % 2 * 2;
   }

@@ -7,34 +7,36 @@
 namespace natten_jax::small {
 namespace {
 
-/// Maximum chunks of a region's items, the limit of gridDim.y.
+/// Maximum number of chunks into which the items of a region are divided, the limit of gridDim.y.
 constexpr std::int64_t kMostChunks = 65535;
 
-/// Maximum rounds of CTAs on an SM; with more rounds, their plans would cost too much.
+/// Maximum number of rounds in which CTAs fill all SMs. Every CTA computes a plan, and with more rounds these plans
+/// would take too much time.
 constexpr int kMostRounds = 4;
 
-/// Cost model of the work on an SM: times in nanoseconds, and factors.
+/// Cost model of the work on an SM. Costs are times in nanoseconds, unless a field is described otherwise.
 struct Costs {
-  double tile;     ///< A tile with heads of 32, independent of the columns that it sees.
-  double pair;     ///< A pair of groups of heads of 32.
-  double column;   ///< A token with heads of 32 loaded from or stored to memory.
-  double exposed;  ///< Relative extra time of these transfers if nothing on the SM overlaps with them.
-  double waiting;  ///< Slowdown if an SM has a single warp, of everything except transfers.
+  double tile;     ///< Fixed time of a tile, for heads of 32.
+  double pair;     ///< Time of a pair of groups, for heads of 32.
+  double column;   ///< Time to load or store a token of two arrays, for heads of 32.
+  double exposed;  ///< Relative extra time of `column` and `item` on an SM with a single CTA that has a single stage.
+  double waiting;  ///< Factor on the time of a tile if its warp is the only one on the SM.
   double uneven;   ///< Weight of the imbalance of warps between the four partitions of an SM.
-  double staged;   ///< Overlap from a second stage, relative to another CTA.
-  double plan;     ///< Per warp: its plan.
-  double of_64;    ///< Factor on `tile` and `pair` for heads of 64,
-  double of_128;   ///< and for heads of 128.
-  double item;     ///< Per item of a CTA.
-  double stage;    ///< The start of a second stage.
+  double staged;   ///< Overlap of loads with work due to a second stage, relative to the overlap due to another CTA.
+  double plan;     ///< Time of a plan, per warp of the CTA.
+  double of_64;    ///< Factor on `tile` and `pair` for heads of 64.
+  double of_128;   ///< Factor on `tile` and `pair` for heads of 128.
+  double item;     ///< Fixed time of an item of a CTA.
+  double stage;    ///< Time to start a second stage, per plan.
 };
 
-/// Nanoseconds of an almost empty launch.
+/// Time of an almost empty launch, in nanoseconds.
 constexpr double kLaunch = 2300;
 
-/// Fitted to times of 9,300 regions of 26 problems on an H200: for the best regions, predictions are within 10% for
-/// most problems, and within 30% for all. The chosen regions took 2% longer than the best ones on average, and at most
-/// 13%. The costs of the forward kernel with boxes were refitted: with them, causal windows of 128 take 93 instead of
+/// Returns the costs of a kernel. They were fitted to the times of 9,300 regions of 26 problems on an H200. For the
+/// best region of a problem, the prediction is off by at most 10% for most problems, and by at most 30% for all of
+/// them. The chosen regions took 2% longer than the best ones on average, and at most 13% longer. The costs of the
+/// forward kernel with boxes were fitted again later. With the new costs, causal windows of 128 keys take 93 instead of
 /// 99 microseconds.
 constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   switch (kernel) {
@@ -53,9 +55,9 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   return {};
 }
 
-/// Like costs_of, but for the kernels that rings may replace, whose windows have 100 to 400 keys: fitted to times of
-/// 3,000 regions of 200 problems on an H100. With the costs above, estimates were up to a quarter too short, especially
-/// with few CTAs.
+/// Like costs_of, for problems for which rings may be faster: windows of 100 to 400 keys (is_timed_beside_rings). These
+/// costs were fitted to the times of 3,000 regions of 200 problems on an H100. The costs above gave estimates that were
+/// up to a quarter too short, especially for launches with few CTAs.
 constexpr Costs costs_beside_rings(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
@@ -73,25 +75,29 @@ constexpr Costs costs_beside_rings(Kernel kernel, bool has_boxes) {
   return costs_of(kernel, has_boxes);
 }
 
-/// `waiting` of the kernel of whole layouts with a relative bias: layouts of 7 x 7 tokens took twice as long with 8
-/// warps on an SM as with 16.
+/// For the kernel of whole layouts with a relative bias: `Costs::waiting`, and the number of warps on an SM for which
+/// the resulting factor is 1. Layouts of 7 x 7 tokens took twice as long with 8 warps on an SM as with 16.
 constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 
-/// Per-entry layouts: fraction of a CTA's items that are not padding, its number of plans, and the extra time per plan
-/// of a single CTA on an SM, to examine its entries and wait for its first loads. Measured with a batch of four images,
-/// half of whose tokens are padding, on an H200.
+/// Costs of per-entry layouts, measured with a batch of four images on an H200. Half of the tokens were padding.
+/// - kRealItems: fraction of a CTA's items that are not padding.
+/// - kPlansOfEntries: number of plans of a CTA.
+/// - kLook: extra time of a plan, in nanoseconds, if the SM has a single CTA. The CTA examines its batch entries, and
+///   waits for its first loads.
 constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kLook = 5000;
 
-/// Cost of an additional plan for a part of a group's items, relative to a plan: fitted to the best numbers of items of
-/// two batches, half of whose tokens are padding, on an H100.
+/// Returns the cost of an additional plan as a multiple of the time of a plan. A group of batch entries needs an
+/// additional plan if a CTA processes only a part of the group's items. Fitted on an H100 to the best numbers of items
+/// per plan for two batches, half of whose tokens are padding.
 constexpr double another_plan(Kernel kernel) {
   return kernel == Kernel::kForward ? 5 : 3;
 }
 
-/// Returns the tokens loaded or stored per tile, over all arrays that a kernel reads or writes by rows.
+/// Returns the number of tokens that a kernel loads or stores per tile, over all arrays with a row per token of the
+/// tile.
 constexpr double row_tokens(Kernel kernel) {
-  // Two arrays count as one: the forward kernel reads or writes two arrays by rows (queries and outputs), the kernel of
-  // whole layouts three, and the other kernels four.
+  // Two arrays count as one, because Costs::column is the time for two arrays. The forward kernel loads or stores two
+  // arrays by rows (queries and outputs), the kernel of whole layouts three arrays, and the other kernels four.
   return kernel == Kernel::kForward ? kRows : kernel == Kernel::kWholeGradient ? 1.5 * kRows : 2 * kRows;
 }
 
@@ -103,7 +109,7 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
   const double slots = static_cast<double>(device.multiprocessors) * std::max(region.ctas, 1);
   double least = std::numeric_limits<double>::max();
   Shares best{items, 1};
-  // Numbers of chunks that fill the SMs' slots for CTAs once, twice and so on, rounded down or up.
+  // Try the numbers of chunks with which CTAs fill the SMs' slots for CTAs once, twice and so on, rounded down and up.
   for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
     const double fitting = std::min(rounds * slots / regions, static_cast<double>(std::min(items, kMostChunks)));
     for (const double chunks : {std::floor(fitting), std::ceil(fitting)}) {
@@ -120,7 +126,7 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
 
 namespace {
 
-/// Time of an item of a CTA and of a plan, given the number of CTAs that are resident on an SM.
+/// Times of an item of a CTA and of a plan, if `resident` CTAs share an SM.
 struct CtaTime {
   double item, plan;
 
@@ -129,15 +135,16 @@ struct CtaTime {
     const double width = head_dim / 32., warps = region.warps * resident,
                  unevenness = std::ceil(warps / 4) * 4 / warps - 1;
     const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
-    // With a single warp, a tile takes `waiting` times as long as with many warps. In the kernel of whole layouts, sums
-    // for a relative bias take enough memory to leave room for few warps; without them, there are always enough.
+    // If its warp is the only one on the SM, a tile takes about `waiting` times as long as with many warps. In the
+    // kernel of whole layouts, sums for a relative bias take so much memory that only few warps fit. Without a relative
+    // bias, there are always enough warps.
     const bool may_wait = kernel == Kernel::kWholeGradient && region.record > 0;
     const double alone = may_wait
                              ? std::hypot(1., kWaitingOfWhole / warps) / std::hypot(1., kWaitingOfWhole / kEnoughWarps)
                              : std::hypot(1., costs.waiting / warps);
     const double tile = (costs.pair * region.pairs + costs.tile) * wider * (1 + costs.uneven * unevenness) * alone;
     const double overlap = resident * (1 + costs.staged * (region.stages - 1));
-    // Two boxes of a stage count as one column.
+    // Costs::column is the time for two arrays, so that two boxes of a stage count as one.
     const double columns = region.box * (boxes_of(kernel) / 2.);
     const double loading = (costs.column * (columns + row_tokens(kernel) * region.warps) * width + costs.item) *
                            (1 + costs.exposed / overlap);
@@ -170,8 +177,10 @@ std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, co
 }
 
 double estimate_additional(const Problem& problem, const Device& device) {
-  // Measured on an H200: time of a CTA to start, and per step to wait for the queries that its warps load at once;
-  // bytes of sums that are written and read back per nanosecond.
+  // Measured on an H200.
+  // - kStart: nanoseconds until a CTA has started.
+  // - kStep: nanoseconds per step to wait for the queries that the CTA's warps load at once.
+  // - kBytes: bytes of sums that are written and read back per nanosecond.
   constexpr double kStart = 4000, kStep = 1300, kBytes = 1600;
   const int head_dim = compiled_head_dim(problem), columns_at_once = additional_pairs_at_once(head_dim) * 2 * kColumns;
   const std::int64_t columns = problem.queries() * problem.heads_per_kv(),

@@ -1,4 +1,4 @@
-// Cost model of launches with a region, which chooses regions and tiles.
+// Cost model of launches with a region. Its estimates decide which region and tiles a launch uses.
 #pragma once
 
 #include "cuda/small/region.h"
@@ -8,28 +8,28 @@ namespace natten_jax::small {
 /// Distribution of a launch's items over CTAs.
 struct Shares {
   std::int64_t items_of_cta;
-  double ctas;  ///< Maximum CTAs per SM, one after another.
+  double ctas;  ///< Maximum number of CTAs that an SM runs in the launch.
 };
 
-/// Distributes items over CTAs so that all SMs finish at about the same time. A CTA's plan takes about half of an
-/// item's time.
+/// Distributes items over CTAs so that all SMs finish at about the same time. The time of a CTA's plan is assumed to be
+/// half of the time of an item.
 Shares share_items(std::int64_t items, const Region& region, const Device& device);
 
-/// Estimates the nanoseconds of a launch.
+/// Estimates the time of a launch, in nanoseconds.
 ///
 /// Args:
-///   is_beside_rings: true if such problems have been timed against rings (is_timed_beside_rings).
+///   is_beside_rings: true if regions were timed against rings for such problems (is_timed_beside_rings).
 double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares,
                 bool is_beside_rings);
 
-/// Returns the maximum items per plan with per-entry layouts. Fewer items mean more plans; more items mean a longer
-/// wait for the last CTA: half a CTA on average.
+/// Returns the maximum number of items per plan with per-entry layouts. With fewer items per plan, there are more
+/// plans. With more items, other SMs wait longer for the last CTA, on average for half of a CTA's time.
 ///
 /// Args:
-///   items: number of items of all regions, as if the layouts had no padding.
+///   items: total number of items of all regions, including those of padding.
 std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, const Device& device, std::int64_t items);
 
-/// Estimates the nanoseconds of the launches for gradients of additional tokens.
+/// Estimates the time of the launches that compute gradients of additional tokens, in nanoseconds.
 double estimate_additional(const Problem& problem, const Device& device);
 
 }  // namespace natten_jax::small

@@ -8,10 +8,12 @@
 namespace natten_jax::small {
 namespace {
 
-/// Maximum rounds that are balanced; with more rounds, imbalance averages out.
+/// Maximum number of rounds for which work is balanced. In each round, a CTA processes one unit. With more rounds, the
+/// differences between units average out.
 constexpr std::int64_t kMostRounds = 32;
 
-/// Returns the relative work of each strip along a dimension across strips: the blocks that its warps see.
+/// Returns the relative work of each strip along dimension `i` of the shape, 0 or 1. If rows are keys, this is the
+/// number of blocks that the strip's warps see.
 std::vector<double> blocks_of_strips(const Problem& problem, Kernel kernel, const RingShape& shape, int i) {
   const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
   const Span span{problem.axes[shape.dimension[i]], rows_are_keys};
@@ -21,7 +23,8 @@ std::vector<double> blocks_of_strips(const Problem& problem, Kernel kernel, cons
                                                   : kBlockKeys / shape.wide;
   std::vector<double> result;
   for (std::int64_t strip = 0; strip < span.length(); strip += rows * beside) {
-    // If rows are queries, every warp reads the same number of blocks, also at a border.
+    // If rows are queries, the work is the same for all strips: every warp reads the same number of blocks, even at an
+    // edge of the layout.
     const StripBlocks seen(span, strip, rows, beside, of_block, shape.phase[i]);
     result.push_back(rows_are_keys ? static_cast<double>(seen.of_all) : 1);
   }
@@ -41,7 +44,7 @@ void balance_ring(const Problem& problem, Kernel kernel, const Device& device, R
   for (const double a : across) {
     for (const double b : inside) average += a * b / (shape.strips[0] * shape.strips[1]);
   }
-  // Estimated time of each unit, in the order of RingUnit. About half of a tile's time does not depend on the columns
+  // Relative times of the units, in the order of RingUnit. About half of a tile's time does not depend on the columns
   // that it sees.
   std::vector<double> times(static_cast<std::size_t>(units));
   for (std::int64_t unit = 0; unit < units; ++unit) {

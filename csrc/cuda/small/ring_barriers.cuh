@@ -1,4 +1,4 @@
-// Barriers of a ring between loader warps and compute warps, on any architecture.
+// Barriers between the loader warps and compute warps of a ring (ring_shape.h), on all architectures.
 #pragma once
 
 #include "cuda/small/ring_shape.h"
@@ -10,11 +10,11 @@ CUTE_DEVICE void init_barrier(std::uint64_t& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-/// Like `wait` and `arrive`, which require compute capability 9.0, but for any architecture.
+/// `wait_for` and `arrive_at` are like `wait` and `arrive`, but do not require compute capability 9.0.
 CUTE_DEVICE void wait_for(std::uint64_t& barrier, int parity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  // A spinning warp would take issue slots from the other warps. Warps often wait, because the ring cannot hold the
-  // steps of all of them.
+  // Sleep between tests, because a spinning warp would take issue slots from the other warps. Waits are frequent: the
+  // ring cannot hold the slabs for the steps of all warps at once.
   constexpr unsigned kNanoseconds = 20;
   for (unsigned is_complete = 0;;) {
     asm volatile(
@@ -48,12 +48,13 @@ CUTE_DEVICE void arrive_at(std::uint64_t& barrier) {
 #endif
 }
 
-/// mbarriers of a CTA, in shared memory: for slabs, and for each warp's tile buffer.
+/// mbarriers of a CTA, in shared memory: two for each slot of the ring, and two for each compute warp's tile buffer.
 ///
-/// If warps copy chunks, every lane of a loader warp arrives when its copies complete, and every lane of a compute
-/// warp after its reads: racecheck attributes a single arrival to its lane only, and reports the reads of the other
-/// lanes. With per-lane arrivals, query gradients took 0.94 to 0.98 times as long on an H100, the other kernels 0.98 to
-/// 1.01 times. Lanes also arrive individually if loader lanes store data next to TMA boxes.
+/// If loader warps copy chunks, lanes arrive separately at the barriers: lanes of loader warps when their copies are
+/// complete, and lanes of compute warps after their reads. racecheck (compute-sanitizer) attributes an arrival only to
+/// the lane that arrives. With one arrival per warp, it would report the reads of the other lanes. With arrivals of all
+/// lanes, query gradients took 0.94 to 0.98 times as long on an H100, and the other kernels 0.98 to 1.01 times. Lanes
+/// also arrive separately if TMA loads boxes and lanes of loader warps store data next to them.
 ///
 /// Args:
 ///   kLoads: method of loading slabs.
@@ -62,13 +63,13 @@ template <RingLoads kLoads, bool kStores = false>
 struct RingBarriers {
   static constexpr int kMostWarps = 16;
   static constexpr bool kHasBoxes = kLoads == RingLoads::kBoxes, kIsOfLanes = !kHasBoxes || kStores;
-  static constexpr int kOfWarp = kIsOfLanes ? 32 : 1;  // arrivals per compute warp
+  static constexpr int kOfWarp = kIsOfLanes ? 32 : 1;  // arrivals of a compute warp in each phase
   static constexpr int kOfLoader = kHasBoxes ? 1 + (kStores ? 32 : 0) : 32;
 
   std::uint64_t full[kMostRingSlots], empty[kMostRingSlots];
   std::uint64_t has_tile[kMostWarps], has_room[kMostWarps];
 
-  /// Initializes the barriers; called by one thread.
+  /// Initializes the barriers. A single thread has to call it.
   CUTE_DEVICE void init(const RingShape& shape) {
     CUTE_NO_UNROLL
     for (int i = 0; i < shape.slots; ++i) {
@@ -82,10 +83,10 @@ struct RingBarriers {
     }
   }
 
-  /// True if the lane arrives once its warp has read a buffer.
+  /// True if the lane has to arrive at a barrier when its warp has read a buffer.
   CUTE_DEVICE static bool is_arriving() { return kIsOfLanes || threadIdx.x % 32 == 0; }
 
-  /// Orders the reads of a warp before the arrival of one lane for all of them.
+  /// If one lane arrives for its warp, orders the reads of the whole warp before this arrival.
   CUTE_DEVICE static void meet() {
     if constexpr (!kIsOfLanes) __syncwarp();
   }

@@ -1,4 +1,5 @@
-// Relative bias in kernels with a ring: the compute warps' access to the tables.
+// Relative bias in kernels with a ring (ring_shape.h). Compute warps fill tables in shared memory, and read their
+// biases from these tables.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -7,14 +8,14 @@
 
 namespace natten_jax::small {
 
-/// Loads a float from shared memory. Volatile, so that the compiler does not reuse an earlier value.
+/// Loads a float from shared memory. Volatile, so that the compiler does not reuse a value that was loaded earlier.
 CUTE_DEVICE float load_float(std::uint32_t address) {
   float result;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(result) : "r"(address));
   return result;
 }
 
-/// Empty functions for kernels without a relative bias.
+/// In kernels without a relative bias, the functions have no effect.
 template <class Params, bool kHasBias>
 class RingRelativeBias {
  public:
@@ -36,21 +37,22 @@ class RingRelativeBias {
   CUTE_DEVICE OfStep of_step(const RingUnit&, int) const { return {}; }
 };
 
-/// Table entries are indexed by the offset of a key from a query. Lanes with rows of queries read at higher addresses
-/// for later keys, lanes with rows of keys at lower addresses for later queries. Hidden pairs read arbitrary entries,
-/// which have to be finite if the kernel masks by adding.
+/// A table is indexed by the offset of a key from a query. If rows are queries, the address of an entry increases with
+/// the coordinates of the column, a key. If rows are keys, it decreases with the coordinates of the column, a query.
+/// For hidden (masked out) pairs of a query and a key, warps read arbitrary entries. These have to be finite if the
+/// kernel masks by adding a number to the logit.
 template <class Params>
 class RingRelativeBias<Params, true> {
   static constexpr bool kRowsAreKeys = Params::kKernel == Kernel::kKeyValueGradient;
   static constexpr int kOfRows = kRowsAreKeys ? 1 : -1, kOfColumns = -kOfRows;
 
  public:
-  /// Biases of the blocks of a slab.
+  /// The lane's biases for a slab, block by block.
   class OfSlab {
    public:
     CUTE_DEVICE OfSlab(const RingBias& bias, std::uint32_t at) : bias_(bias), at_(at) {}
 
-    /// Loads the biases of a block, which initialize products of queries and keys.
+    /// Loads the biases of a block as the initial accumulators of its products of queries and keys.
     CUTE_DEVICE void load(float (&x)[2][4]) const {
       CUTE_UNROLL
       for (int i = 0; i < 8; ++i) {
@@ -69,7 +71,8 @@ class RingRelativeBias<Params, true> {
 
   CUTE_DEVICE RingRelativeBias(const Params& p, std::uint32_t shared) : p_(p), shared_(shared) {}
 
-  /// Enters a unit. All compute warps have to enter all units, because they fill the tables together.
+  /// Starts a unit (RingUnit). If no table in shared memory is for this unit, fills all tables. All compute warps have
+  /// to call it for all units, because they fill the tables together.
   template <class Masks>
   CUTE_DEVICE void enter(const RingUnit& unit, const Masks& masks) {
     const int table = units_ % p_.bias.tables;
@@ -78,8 +81,8 @@ class RingRelativeBias<Params, true> {
     const RingShape& shape = p_.shape;
     const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide);
     const RingStrip<kRowsAreKeys> strip(p_, unit);
-    // Coordinates of the lane's first column in the warp's first block, for a slab that begins at the layout's first
-    // token along the strip.
+    // Coordinates of the lane's first column in the warp's first block. Along the strip, the slab is assumed to begin
+    // at the first token of the layout.
     const int group = masks.block / shape.group_blocks, inner = masks.block - group * shape.group_blocks,
               behind = column >> wide_shift;
     const bool is_thick = shape.thick > 1;
@@ -89,7 +92,7 @@ class RingRelativeBias<Params, true> {
                                                   (is_thick ? behind : 0) * p_.bias.pitch[2]);
   }
 
-  /// Starts a step, given the first key of its first slab.
+  /// Starts a step. `first_key` is the coordinate along the strip of the first slab that the step sees.
   CUTE_DEVICE void start(int step, int first_key) {
     at_ = first_ + kOfRows * (step * p_.shape.rows[2] - first_key) * p_.bias.pitch[2];
   }
@@ -97,12 +100,13 @@ class RingRelativeBias<Params, true> {
   CUTE_DEVICE OfSlab of_slab() const { return {p_.bias, at_}; }
   CUTE_DEVICE void next_slab() { at_ += kOfColumns * p_.bias.next_slab; }
 
-  /// Biases of the lane's rows in a step of the current unit, for products that are recomputed.
+  /// Biases in a step of the current unit, for products that are recomputed.
   class OfStep {
    public:
     CUTE_DEVICE OfStep(const RingBias& bias, std::uint32_t of_rows) : bias_(bias), of_rows_(of_rows) {}
 
-    /// Adds the bias of the first or second row and a column, given the column's coordinates.
+    /// Adds a bias to a product. `row` is 0 or 1 and selects one of the lane's two rows. `column` has the coordinates
+    /// of the column.
     CUTE_DEVICE float add(float product, int row, const int (&column)[kRank]) const {
       std::uint32_t at = of_rows_ + kOfRows * row * bias_.next_row;
       CUTE_UNROLL
@@ -110,7 +114,7 @@ class RingRelativeBias<Params, true> {
       return product + load_float(at);
     }
 
-    /// Adds the biases of a block, in the order of RingTile.
+    /// Adds biases to the visible products of a block, in the order of RingTile::for_blocks.
     template <class Seen>
     CUTE_DEVICE void add(float (&x)[2][4], int, int across, const Seen& is_seen) const {
       CUTE_UNROLL
@@ -132,14 +136,15 @@ class RingRelativeBias<Params, true> {
   }
 
  private:
-  /// Fills all tables in shared memory, for the CTA's units of consecutive rounds from `round` on.
+  /// Fills all tables in shared memory. They are for the units that the CTA processes in the rounds from `round` on,
+  /// one per round.
   CUTE_DEVICE void fill(int round) const {
-    constexpr int kBarrier = 0;  // a named barrier that is free for kernels
+    constexpr int kBarrier = 0;  // index among the named barriers that CUTLASS does not reserve
     const int warps = p_.shape.warps, of_tables = p_.bias.tables, warp = ring_warp();
     if constexpr (!kRowsAreKeys) {
       if (round == 0) clear();
     }
-    cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);  // all warps have finished with the old tables
+    cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);  // no warp reads the old tables anymore
     // Warps are distributed over the tables, so that entries of all tables are loaded at the same time.
     const int table = warp % of_tables, number = unit_of_round(p_, round + table);
     if (number < p_.units) {
@@ -161,7 +166,7 @@ class RingRelativeBias<Params, true> {
     cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);
   }
 
-  /// Sets everything between and around the tables to zero.
+  /// Zeroes the memory of all tables, including the padding between and around them.
   CUTE_DEVICE void clear() const {
     const int threads = 32 * p_.shape.warps;
     for (int at = threadIdx.x * kRingEntryBytes; at < p_.bias.bytes; at += threads * kRingEntryBytes) {
@@ -171,8 +176,8 @@ class RingRelativeBias<Params, true> {
 
   CUTE_DEVICE std::uint32_t tables() const { return shared_ + p_.shape.bytes - p_.bias.bytes; }
 
-  /// Returns the address of the entry for the lane's first row in a strip's first step and the layout's first column.
-  /// Rows of tiles that lie outside of the layout use the last row.
+  /// Returns the address of the table entry for the lane's first row in a strip's first step and for the column at
+  /// coordinates 0. If a tile of queries begins outside of the layout, it is moved to the layout's last query.
   CUTE_DEVICE std::uint32_t of_rows(const RingUnit& unit, int table) const {
     int row[kRank];
     first_row(p_, unit, ring_warp(), row);
@@ -188,9 +193,9 @@ class RingRelativeBias<Params, true> {
   const Params& p_;
   std::uint32_t shared_;
   int units_ = 0;        // number of units entered so far
-  std::uint32_t first_;  // entry of the lane's first row in a strip's first step and its first column in a slab that
-                         // begins with the layout
-  std::uint32_t at_;     // entry in the current slab
+  std::uint32_t first_;  // address of the entry for the lane's first row in a strip's first step, and for its first
+                         // column in a slab that begins at the first token of the layout
+  std::uint32_t at_;     // address of the entry for the lane's first row and column in the current step and slab
 };
 
 }  // namespace natten_jax::small

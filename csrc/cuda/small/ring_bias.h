@@ -1,5 +1,6 @@
-// Shared memory layout of a relative bias in kernels with a ring: tables of products whose lines go across strips,
-// padded to avoid bank conflicts.
+// Shared memory layout of a relative bias in kernels with a ring (ring_shape.h). A table has an entry per offset of a
+// key from a query: the bias, converted to a term of products of queries and keys. The entries of consecutive offsets
+// in dimension 0 of the shape form a line. Lines are padded to avoid bank conflicts.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +14,16 @@
 
 namespace natten_jax::small {
 
-/// Bytes of an entry.
+/// Bytes of a table entry.
 inline constexpr int kRingEntryBytes = 4;
 
-/// Returns the entries of a line: the shortest line with the fewest bank conflicts.
+/// Returns the number of entries of a line, including padding. Of the lines with the fewest bank conflicts, it is the
+/// shortest one.
 inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
   constexpr std::int64_t kBanks = 32;
   const OffsetTable offsets = offset_table(problem.axes);
   const auto& order = shape.dimension;
-  // Columns of half a block.
+  // Extents of half a block: `wide` columns in dimension 0 of the shape, and `high` columns in dimension `next`.
   const std::int64_t wide = shape.wide, high = kColumns / wide;
   const int next = shape.thick > 1 ? 2 : 1;
   std::int64_t rows[kRank], columns[kRank], pitch[kRank];
@@ -44,27 +46,32 @@ inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
   return static_cast<int>(best);
 }
 
-/// Shared memory layout of the tables, for several consecutive units of a CTA: its warps synchronize once for all of
-/// them, so that fast warps seldom wait for slow ones.
+/// Shared memory layout of the tables. There are several tables, for consecutive units (RingUnit) of a CTA. The CTA's
+/// warps synchronize once for all of these units, so that fast warps seldom wait for slow ones.
 struct RingBias {
-  int entries;             ///< Entries of a table.
-  int tables;              ///< Tables that are resident at once.
-  int pitch[kRank];        ///< Distance in bytes between consecutive offsets, by dimensions of the shape; along the
-                           ///< first one, the size of an entry.
-  int given_pitch[kRank];  ///< As `pitch`, by dimensions of the problem.
-  int first;               ///< Bytes before the first table, read only by hidden pairs,
-  int center;              ///< and bytes to its entry of offset zero.
-  int next_row;            ///< Distance in bytes between the entries of a lane's two rows,
-  int next_half;           ///< in the opposite direction between the entries of a block's two halves,
-  int next_block, next_group, next_slab;  ///< and between blocks, groups, slabs.
-  int bytes;                              ///< Total size, including the margins on both sides that hidden pairs read.
+  int entries;             ///< Number of entries of a table.
+  int tables;              ///< Number of tables in shared memory.
+  int pitch[kRank];        ///< For each dimension of the shape: distance in bytes between consecutive offsets. In
+                           ///< dimension 0, it is the size of an entry.
+  int given_pitch[kRank];  ///< The same distances, for each dimension of the problem.
+  int first;               ///< Byte offset of the first table. Warps read the margin before it only for hidden (masked
+                           ///< out) pairs of a query and a key.
+  int center;              ///< Byte offset of the first table's entry for offset zero.
+  // Distances in bytes between the entries for the lane's two rows (`next_row`), for the two halves of a block, and for
+  // consecutive blocks, groups and slabs. If rows are keys, kernels add `next_row` and subtract the others; if rows are
+  // queries, it is the reverse.
+  int next_row;
+  int next_half;
+  int next_block, next_group, next_slab;
+  int bytes;  ///< Bytes of all tables and of the margins before and after them.
 
   RingBias() = default;
   RingBias(const Axis (&axes)[kRank], const RingShape& shape, Kernel kernel) {
-    // Five tables of 13 x 13 windows take 12.5 kB; a slab of queries and dO takes up to 30 kB.
+    // For windows of 13 x 13, five tables take 12.5 kB. For comparison, a slab of queries and dO takes up to 30 kB.
     constexpr std::int64_t kMostTables = 5, kBytesOfTables = 14 * 1024;
     const OffsetTable offsets = offset_table(axes);
-    // Extent of the blocks that a warp multiplies, whether or not its rows see them; and of a slab along the strip.
+    // Extents in columns: in dimensions 0 and 1, of the blocks of a slab that a warp multiplies, even if its rows do
+    // not see all of their columns; in dimension 2, of a slab.
     const RingForm form = kernel == Kernel::kKeyValueGradient ? RingForm{1, 1} : kRingForms[shape.form];
     const int high = kBlockKeys / shape.wide,
               extent[kRank] = {form.groups * shape.wide, shape.thick > 1 ? 1 : form.inner * high, shape.thick};
@@ -81,7 +88,7 @@ struct RingBias {
     first = static_cast<int>(kRingEntryBytes * margin);
     center = static_cast<int>(kRingEntryBytes * (margin + zero));
     bytes = static_cast<int>(kRingEntryBytes * (2 * margin + tables * all));
-    // A lane's two rows are half of the tile's rows apart, along the last dimension with several rows.
+    // In the last dimension in which a tile has several rows, the lane's two rows are half a tile apart.
     const int divided = shape.rows[2] > 1 ? 2 : shape.rows[1] > 1 ? 1 : 0;
     next_row = shape.rows[divided] / 2 * pitch[divided];
     next_half = high / 2 * pitch[shape.thick > 1 ? 2 : 1];

@@ -1,5 +1,5 @@
-// Loads of a ring's slabs and tiles on any architecture: warps copy chunks of 16 bytes, instead of TMA boxes
-// (ring_walk.cuh). The layout in shared memory is the same, so that both share the compute code.
+// Loads the slabs and tiles of a ring (ring_shape.h) on all architectures. Warps copy chunks of 16 bytes. With TMA
+// (ring_walk.cuh), data has the same layout in shared memory, so that both methods share the code of compute warps.
 #pragma once
 
 #include "cuda/small/boxes.cuh"
@@ -8,10 +8,10 @@
 
 namespace natten_jax::small {
 
-/// Main loop of a copying warp: it copies one array of each slab, and every second tile of each step, in the order in
-/// which steps need them. A single warp, which had two to four copies in flight, was the bottleneck: a copy of 512
-/// bytes took 60 to 110 cycles (H100). Therefore two warps copy, and each prepares the addresses of eight copies at a
-/// time.
+/// Main loop of a loader warp that copies chunks. It copies one of the two arrays of each slab, and every second tile
+/// of each step, in the order in which the steps need them. A single loader warp, with two to four copies in flight,
+/// was too slow: a copy of 512 bytes took 60 to 110 cycles on an H100. Therefore there are two loader warps, and each
+/// one computes the addresses of eight copies before it starts them.
 template <class Params, int kHeadDim>
 class RingChunks {
  public:
@@ -32,12 +32,12 @@ class RingChunks {
     }
   }
 
-  /// Copies slabs and tiles in the order in which steps need them.
+  /// Copies slabs and tiles in the order in which the steps need them.
   CUTE_DEVICE void load() const {
     const RingShape& shape = p_.shape;
     RingPlace place;
     int turn = 0;
-    unsigned parities = 0;  // one bit per turn (RingShape::turns)
+    unsigned parities = 0;  // parities of the tiles' barriers: one bit per turn (RingShape::turns)
     for (int round = 0, number; (number = unit_of_round(p_, round)) < p_.units; ++round) {
       const RingUnit unit(p_, number);
       const Slabs slabs(*this, unit);
@@ -64,31 +64,32 @@ class RingChunks {
   static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   static constexpr int kLoaders = ring_loaders(RingLoads::kChunks);
   static_assert(kLoaders == 2);
-  // Bytes and chunks of an array's row, and rows that a warp copies at a time, one chunk per lane.
+  // Bytes of a row of an array, chunks of such a row, and rows that a warp copies at once with one chunk per lane.
   static constexpr int kRowBytes = 2 * kHeadDim, kChunks = kHeadDim / 8, kAtOnce = 32 / kChunks;
   static constexpr int kTilePasses = kRows / kAtOnce;
   static constexpr int kBlockPasses = kBlockKeys / kAtOnce, kBlocksAtOnce = 8 / kBlockPasses;
 
-  /// Returns the address of the lane's chunk in the warp's copy number `pass`, given the address of a block or a tile.
+  /// Returns the shared memory address to which the lane copies a chunk in pass `pass` over a block or a tile, which
+  /// begins at address `rows`.
   CUTE_DEVICE std::uint32_t place_of(std::uint32_t rows, int pass) const {
     return place_of_chunk<kHeadDim>(rows, row_ + pass * kAtOnce, chunk_);
   }
 
-  /// Returns the coordinate in a tile of the lane's row in the warp's copy number `pass`.
+  /// Returns the coordinate in dimension `d`, relative to the tile, of the row that the lane copies in pass `pass`.
   CUTE_DEVICE int place_in_tile(int pass, int d) const { return place_of_row(p_.shape, row_ + pass * kAtOnce, d); }
 
-  /// Returns the address of the lane's chunk of the first row of a head.
+  /// Returns the global memory address of the lane's chunk in a head's first row.
   CUTE_DEVICE const char* first_row_of(const void* array, int batch, int head, int heads) const {
     const std::int64_t row = std::int64_t{batch} * p_.tokens * heads + head;
     return static_cast<const char*>(array) + row * kRowBytes + 16 * chunk_;
   }
 
-  /// Copies this warp's share of a step's tiles. `turn` selects their buffers, `parity` is the phase to wait for until
-  /// the buffers are free.
+  /// Copies this warp's share of the tiles of a step. `turn` selects the buffers of the tiles. The buffers are free
+  /// when their barriers have completed the phase with parity `parity`.
   CUTE_DEVICE void copy_tiles(const RingUnit& unit, int step, int turn, int parity) const {
     const RingShape& shape = p_.shape;
     const int beside = shape.beside[0] * shape.beside[1];
-    int x = warp_, y = 0;  // coordinates of the compute warp among the adjacent ones
+    int x = warp_, y = 0;  // coordinates of the tile's compute warp among the adjacent warps
     for (int i = warp_; i < beside; i += kLoaders, x += kLoaders) {
       for (; x >= shape.beside[0]; x -= shape.beside[0]) ++y;
       const int reader = turn * beside + i;
@@ -100,7 +101,8 @@ class RingChunks {
     }
   }
 
-  /// Copies a warp's tile of each array, given its first row; positions past the layout are set to zero.
+  /// Copies a compute warp's tile from each array. `first` has the coordinates of the tile's first row. Rows outside of
+  /// the layout are set to zero.
   CUTE_DEVICE void copy_tile(const RingUnit& unit, int reader, const int (&first)[kRank]) const {
     const RingShape& shape = p_.shape;
     int token = 0;
@@ -132,15 +134,15 @@ class RingChunks {
     }
   }
 
-  /// Values that are constant over all slabs of a unit. The columns of a group extend across strips, and either inside
-  /// of a slab or along the strip.
+  /// Values that are the same for all slabs of a unit. The columns of a block extend in dimension 0 of the shape, and
+  /// in dimension 2 if slabs are thick (RingShape::thick), otherwise in dimension 1.
   struct Slabs {
-    const char* from;     // the lane's chunk of the head's first column
-    const float4* known;  // statistics of that column
+    const char* from;     // address of the lane's chunk for the head's first token
+    const float4* known;  // statistics of the head's first token
     int token_bytes;
-    int across;       // position of the lane's first column across strips
-    int inside;       // position of that column inside of a slab
-    int first_token;  // token of that column in a slab at the layout's begin
+    int across;       // coordinate of the lane's first column in dimension 0
+    int inside;       // its coordinate in dimension 1; if slabs are thick, in dimension 2 relative to the slab
+    int first_token;  // its token, in a slab that begins at the first token of the layout
 
     CUTE_DEVICE Slabs(const RingChunks& chunks, const RingUnit& unit) {
       const Params& p = chunks.p_;
@@ -157,18 +159,19 @@ class RingChunks {
     }
   };
 
-  /// Position of the lane's first column in a slab's next block.
+  /// The lane's first column in the next block of a slab.
   struct NextBlock {
-    int across, inside, token, left;  // left: blocks that remain in its group, including this one
-    int group_token;                  // token for the group's first block
+    int across, inside, token, left;  // left: blocks of the group that have not been copied, including this one
+    int group_token;                  // token of the lane's first column in the group's first block
     std::uint32_t to;
   };
 
-  /// Copies the warp's array of a slab; positions outside of the layout are set to zero.
+  /// Copies one of a slab's two arrays. Columns outside of the layout are set to zero.
   CUTE_DEVICE void copy_slab(const Slabs& slabs, int first_column, int slot) const {
     const RingShape& shape = p_.shape;
     const bool is_thick = shape.thick > 1;
-    // A slab that lies outside of the layout along the strip is empty.
+    // If a slab that is not thick lies outside of the layout, all of its columns are set to zero: they get negative
+    // coordinates.
     const bool is_outside = !is_thick && static_cast<unsigned>(first_column) >= static_cast<unsigned>(along_.length());
     const int token = slabs.first_token + first_column * p_.pitch[2];
     const NextBlock first{is_outside ? -shape.wide * shape.groups : slabs.across,
@@ -188,8 +191,8 @@ class RingChunks {
     }
   }
 
-  /// Copies some blocks of a slab. Each copy has a separate address register, because a copy holds its register until
-  /// the memory pipe accepts it.
+  /// Copies `kCount` blocks of a slab. Each copy has a separate address register, because a copy occupies its register
+  /// until the memory pipe accepts the copy.
   template <int kCount>
   CUTE_DEVICE void copy_blocks(const Slabs& slabs, int first_inside, NextBlock& next) const {
     const RingShape& shape = p_.shape;
@@ -226,7 +229,7 @@ class RingChunks {
     next.to += kCount * kBlockKeys * kRowBytes;
   }
 
-  /// Like `advance`, but volatile, so that the compiler does not move it past copies.
+  /// Like `advance`, but volatile, so that the compiler does not move the computation of an address past a copy.
   CUTE_DEVICE static const char* address_of(const char* base, int token, int token_bytes) {
     const char* result;
     asm volatile("mad.wide.s32 %0, %1, %2, %3;" : "=l"(result) : "r"(token), "r"(token_bytes), "l"(base));
@@ -263,9 +266,9 @@ class RingChunks {
   const RingAlong& along_;
   RingBarriers<RingLoads::kChunks>& barriers_;
   std::uint32_t shared_;
-  int warp_;                  // index among the copying warps
-  int row_, chunk_;           // the lane's row among the rows that the warp copies at a time, and its chunk of that row
-  int in_tile_[kTilePasses];  // token offsets from a tile's first row to the lane's rows
+  int warp_;                  // index among the loader warps
+  int row_, chunk_;           // of the rows that the warp copies at once, the lane copies chunk `chunk_` of row `row_`
+  int in_tile_[kTilePasses];  // distances in tokens from a tile's first row to the rows that the lane copies
 };
 
 }  // namespace natten_jax::small

@@ -1,5 +1,6 @@
-// Exact recomputation of a tile, relative to its rows' largest logits. A single warp does it from global memory, while
-// the other warps continue with their slabs. Few tiles need it.
+// Recomputes tiles from global memory, if the results that were computed with the ring (ring_shape.h) may be
+// inaccurate. Few tiles need it. The warp of a tile recomputes it while the other warps continue with the ring. In the
+// forward pass, softmax weights are recomputed relative to the largest logit of each row.
 #pragma once
 
 #include "cuda/small/ring_key_bias.cuh"
@@ -8,12 +9,13 @@
 
 namespace natten_jax::small {
 
-/// A warp's rows and the columns that they see, for products with 16 columns at a time.
+/// The rows of a warp's tile, and the columns that they see. Columns are multiplied in blocks of 16.
 template <class Element, int kHeadDim, bool kRowsAreKeys = false>
 class RingTile {
  public:
   CUTE_DEVICE RingTile(const RingParams& p, RingUnit unit, int step) : p_(p), lane_(kept_number(threadIdx.x % 32)) {
-    // Opaque, so that derived values are not computed early and kept in registers when nothing is recomputed.
+    // Opaque to the compiler, which would otherwise compute derived values early, and keep them in registers even if
+    // nothing is recomputed.
     const int lane = lane_;
     step = kept_number(step);
     unit.batch = kept_number(unit.batch);
@@ -49,8 +51,8 @@ class RingTile {
     kv_ = (std::int64_t{unit.batch} * p.tokens * p.heads_kv + unit.head_kv(p)) * kRowBytes;
   }
 
-  /// Position of 16 consecutive columns across strips; `operator()(i)` is true if the lane's element `i` of eight is
-  /// visible.
+  /// Coordinates of the first column of a block: 16 consecutive columns in dimension 0 of the shape. `operator()(i)`
+  /// returns true if element `i` of the lane's eight elements is visible.
   struct Seen {
     const RingTile& tile;
     int across, inside, along;
@@ -61,8 +63,9 @@ class RingTile {
     }
   };
 
-  /// Calls `call(token, first, is_seen)` for every 16 consecutive columns across strips: the token at position 0 across
-  /// strips, the position of the first column, and Seen.
+  /// Calls `call(token, across, is_seen)` for each block of 16 columns. `across` is the coordinate of its first column
+  /// in dimension 0. `token` is the token with coordinate 0 in dimension 0, and with the block's coordinates in the
+  /// other dimensions. `is_seen` is a Seen.
   template <class Call>
   CUTE_DEVICE void for_blocks(const Call& call) const {
     CUTE_NO_UNROLL
@@ -77,7 +80,7 @@ class RingTile {
     }
   }
 
-  /// Loads the tile's rows of an array.
+  /// Loads the tile's rows from an array.
   CUTE_DEVICE void load_rows(std::uint32_t (&q)[kHeadDim / 16][4], const void* array) const {
     CUTE_UNROLL
     for (int i = 0; i < kHeadDim / 4; ++i) {
@@ -86,7 +89,7 @@ class RingTile {
     }
   }
 
-  /// Computes the products of rows with 16 columns of an array.
+  /// Computes the products of the tile's rows with the block's 16 columns in an array.
   CUTE_DEVICE void multiply_keys(float (&x)[2][4], const std::uint32_t (&q)[kHeadDim / 16][4], const void* array,
                                  int token, int across) const {
     const int lane = lane_;
@@ -108,7 +111,7 @@ class RingTile {
     }
   }
 
-  /// o += weights * 16 columns of an array.
+  /// Multiplies weights by the block's 16 columns in an array, and adds the products to `o`.
   CUTE_DEVICE void add_keys(float (&o)[kHeadDim / 2], const std::uint32_t (&weights)[4], const void* array, int token,
                             int across) const {
     const int lane = lane_;
@@ -149,11 +152,11 @@ class RingTile {
 
   const RingParams& p_;
   int lane_;
-  std::int64_t row_[2], kv_;  // bytes from an array's start to the lane's rows, and to the head's first key
+  std::int64_t row_[2], kv_;  // byte offsets in an array: of the lane's rows, and of the head's first column
   int begin_[2][kRank], size_[2][kRank], first_[kRank], end_[kRank];
 };
 
-/// Recomputes a tile's sums with weights relative to the largest logit of each row.
+/// Recomputes a tile's softmax sums and weighted values. Weights are relative to the largest logit of each row.
 template <class Element, int kHeadDim, class Biases>
 CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2], float (&shift)[2], const RingParams& p,
                                       const RingTile<Element, kHeadDim>& keys, const Biases& biases, float factor) {
@@ -188,7 +191,8 @@ CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2],
       float both[2];
       CUTE_UNROLL
       for (int e = 0; e < 2; ++e) {
-        // A select instead of adding a large number: hidden logits may be infinite or NaN.
+        // Select zero, instead of adding a large negative number to the exponent: logits of hidden (masked out) keys
+        // may be infinite or NaN.
         const float logit = x[i / 2][i % 2 * 2 + e];
         both[e] = is_seen(2 * i + e) ? fast_exp2((logit - largest[i % 2]) * factor) : 0.f;
       }

@@ -1,10 +1,10 @@
-// Forward neighborhood attention with a ring of keys. A CTA moves along a strip of the layout: a few loader warps
-// prefetch slabs of keys and values, and each compute warp multiplies 16 queries by the visible part of them. Compute
-// warps do not wait for each other, except to fill tables of a relative bias; loader warps wait until all compute warps
-// have released a slab.
+// Forward neighborhood attention with a ring of keys and values (ring_shape.h). A CTA moves along a strip of the
+// layout. A few loader warps prefetch slabs of keys and values. Each compute warp owns 16 queries, and multiplies them
+// by the keys of a slab that they see. Compute warps wait for each other only to fill the tables of a relative bias.
+// Before loader warps reuse the memory of a slab, they wait until all compute warps have released the slab.
 //
-// Weights are not relative to the maximum: the reference is 0 (bfloat16) or a logit in the middle of the window
-// (float16), as in forward.cuh.
+// Softmax weights are computed relative to a fixed reference logit instead of the maximum, as in forward.cuh. The
+// reference is 0 in bfloat16. In float16, it is a logit in the middle of the window.
 #pragma once
 
 #include "cuda/small/ring_bias.cuh"
@@ -15,7 +15,7 @@
 
 namespace natten_jax::small {
 
-/// Work of a compute warp on its tiles.
+/// Forward pass of a compute warp. RingReader::walk calls its functions.
 template <class Element, int kHeadDim, int kForm, RingLoads kLoads, RingBiases kBiases>
 struct RingForward {
   using Params = RingParamsOf<RingForwardParams, kBiases>;
@@ -25,7 +25,7 @@ struct RingForward {
   static constexpr bool kHasRelativeBias = kBiases == RingBiases::kRelative;
   static constexpr bool kHasKeyBias = kBiases == RingBiases::kOfKeys;
   static constexpr bool kHasReference = TrustedSums<Element>::kHasReference;
-  static constexpr int kAtOnce = 2;  // blocks that are interleaved to hide latency
+  static constexpr int kAtOnce = 2;  // blocks whose instructions are interleaved to hide latency
 
   const Params& p;
   Reader& reader;
@@ -55,7 +55,7 @@ struct RingForward {
     if constexpr (kHasReference) find_reference(seen);
   }
 
-  /// Sets the reference of float16 weights: logits in the middle of the window.
+  /// Computes the reference logits for float16: each row's largest product with a block in the middle of the window.
   CUTE_DEVICE void find_reference(int2 seen) {
     RingPlace middle = reader.place;
     const int before = (seen.y - seen.x) / 2;
@@ -71,7 +71,7 @@ struct RingForward {
     }
   }
 
-  /// Adds the visible part of a slab to the tile.
+  /// Adds the keys and values of a slab that the tile's queries see to the tile's sums.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     auto biases = bias.of_slab();
     add_blocks<0>(slab, hidden_of_slab, biases);
@@ -119,19 +119,20 @@ struct RingForward {
     }
   }
 
-  /// Returns the head's sink as passed by the caller, or -infinity without sinks. It is loaded for each tile, because a
-  /// tile's sums leave no register for it.
+  /// Returns the sink of the unit's head as passed by the caller, or -infinity without sinks. Every tile loads the sink
+  /// again, because the sums of a tile leave no register for it.
   CUTE_DEVICE float sink_of(const RingUnit& unit) const {
     return p.sinks == nullptr ? -INFINITY
                               : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
   }
 
-  /// Adds a sink to the sums of the lane's rows, and writes their logsumexp: of the four lanes that share two rows, the
-  /// first one writes the first row's logsumexp, its neighbor the second row's. `of_rows` returns the factors for these
-  /// rows' sums of weighted values.
+  /// Adds a sink to the sums of the lane's two rows, and writes the logsumexp of these rows. Of the four lanes that
+  /// share two rows, the first lane writes the logsumexp of the first row, and the second lane that of the second row.
+  /// Sets `of_rows` to the factors by which these rows' sums of weighted values have to be multiplied.
   CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], float (&sums)[2],
                                     const float (&shifts)[2], float sink, float (&of_rows)[2]) const {
-    // As an additional weight: merging the sink with the finished row made forward passes 4% longer.
+    // Add the sink as one more weight, if no digits are lost. Forward passes took 4% longer when sinks were always
+    // merged with finished rows.
     const bool has_sink = sink != -INFINITY && !add_sink_to_sums(sums, shifts, sink, factor, tokens);
     const bool is_second = threadIdx.x % 2 != 0;
     const int token = is_second ? tokens[1] : tokens[0];
@@ -149,7 +150,8 @@ struct RingForward {
     if (p.remainder != nullptr) p.remainder[at] = pack_remainder(logsumexp.remainder);
   }
 
-  /// Writes a step's results if their sums are trusted (trusted_sums.cuh); otherwise defers the step.
+  /// Writes a step's results if all of its sums are trusted, which means accurate enough (trusted_sums.cuh). Otherwise
+  /// defers the step.
   CUTE_DEVICE void finish(const RingUnit& unit, int step) {
     const float sink = sink_of(unit);
     int tokens[2];
@@ -173,7 +175,7 @@ struct RingForward {
     untrusted.for_each([&](int place) { finish_exactly(unit, unit.step + place); });
   }
 
-  /// Computes a step's results exactly, and writes them.
+  /// Recomputes a deferred step exactly, and writes its results.
   CUTE_DEVICE void finish_exactly(const RingUnit& unit, int step) {
     int tokens[2];
     reader.masks.enter_step(p, reader.along, step);

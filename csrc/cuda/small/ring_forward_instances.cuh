@@ -1,4 +1,4 @@
-// Instantiates the kernel for one element type and loading method.
+// Instantiates the forward kernel for one element type and one method of loading slabs.
 #pragma once
 
 #include "cuda/small/ring_forward.cuh"

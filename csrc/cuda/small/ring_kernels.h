@@ -1,4 +1,4 @@
-// The compiled kernels with a ring.
+// Launch functions of the compiled kernels with a ring (ring_shape.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,8 @@
 
 namespace natten_jax::small {
 
-/// Launches the forward kernel for a 16-bit element type and heads of 32 or 64. Kernels with boxes exist only in builds
-/// with code for Hopper.
+/// Launches the forward kernel for a 16-bit element type and heads of 32 or 64. The kernels that load slabs as TMA
+/// boxes exist only in builds with code for Hopper.
 template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_forward(int head_dim, const RingForwardParams& params, const LaunchShape& shape);
 
@@ -22,7 +22,7 @@ cudaError_t launch_ring_query_gradient(int head_dim, const RingQueryParams& para
 template <ElementType kType, RingLoads kLoads>
 cudaError_t launch_ring_key_value_gradient(int head_dim, const RingGradientParams& params, const LaunchShape& shape);
 
-/// Launch the two kernels that support a relative bias, with boxes only.
+/// Launch the two kernels that support a relative bias. These kernels always load slabs as TMA boxes.
 template <ElementType kType>
 cudaError_t launch_ring_biased_forward(int head_dim, const WithRelativeBias<RingForwardParams>& params,
                                        const LaunchShape& shape);
@@ -30,7 +30,7 @@ template <ElementType kType>
 cudaError_t launch_ring_biased_key_value_gradient(int head_dim, const WithRelativeBias<RingGradientParams>& params,
                                                   const LaunchShape& shape);
 
-/// Launch the three kernels with key biases, with boxes only.
+/// Launch the three kernels that support key biases. These kernels always load slabs as TMA boxes.
 template <ElementType kType>
 cudaError_t launch_ring_key_biased_forward(int head_dim, const WithKeyBias<RingForwardParams>& params,
                                            const LaunchShape& shape);

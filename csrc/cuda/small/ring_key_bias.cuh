@@ -1,5 +1,6 @@
-// Key biases in kernels with a ring, which initialize products of queries and keys. If keys are columns, loader warps
-// store the biases of a slab next to it; if keys are rows, each lane holds two numbers.
+// Key biases in kernels with a ring (ring_shape.h). They initialize the accumulators of products of queries and keys.
+// If keys are columns, loader warps store the biases of each slab in shared memory. If keys are rows, each lane holds
+// the biases of its two rows in registers.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -8,10 +9,11 @@
 
 namespace natten_jax::small {
 
-/// Key biases of a unit's head, divided by the scale, since they are added to unscaled products.
+/// Key biases of a unit's head. They are divided by the scale, because they are added to products, which are not
+/// scaled.
 struct RingKeyBiasOfHead {
   const float* of_first_key;
-  int pitch;  // distance in numbers from one key's bias to the next
+  int pitch;  // distance between the biases of consecutive keys, in numbers
   float inverse_scale;
 
   CUTE_DEVICE RingKeyBiasOfHead(const RingParams& p, const RingKeyBias& bias, const RingUnit& unit)
@@ -20,19 +22,20 @@ struct RingKeyBiasOfHead {
     of_first_key = bias.of_keys + std::int64_t{unit.batch} * p.tokens * pitch + (bias.is_of_all_heads ? 0 : unit.head);
   }
 
-  /// Loads the bias of a key as passed by the caller; returns an arbitrary bias for a negative token.
+  /// Returns the bias of a key as passed by the caller. If `token` is negative, returns the first key's bias.
   CUTE_DEVICE float load(int token) const { return __ldg(of_first_key + std::int64_t{max(token, 0)} * pitch); }
   CUTE_DEVICE float of_products(float bias) const { return bias_in_products(bias, inverse_scale); }
 };
 
-/// Stores the biases of slabs. Every lane of the loader warps handles up to two keys of each slab. It loads the biases
-/// of the next slab while it waits for a free slot. The keys' positions across strips are computed once per strip.
+/// Loads the biases of slabs and stores them in shared memory. Every lane of the loader warps handles up to two keys of
+/// each slab. While a lane waits for a free slot for a slab, it loads the biases of the next slab. The keys'
+/// coordinates in dimensions 0 and 1 of the shape are computed once per unit.
 template <class Params>
 class RingKeyBiasLoader {
  public:
   CUTE_DEVICE RingKeyBiasLoader(const Params& p, int warp) : p_(p), first_(32 * warp + threadIdx.x % 32) {}
 
-  /// Computes the positions of a strip's keys.
+  /// Starts a unit: computes the lane's keys, as tokens in a slab that begins at the first token of the layout.
   CUTE_DEVICE void enter(const RingUnit& unit, const RingStrip<false>& strip) {
     const RingKeyBias& bias = p_.key_bias;
     const RingShape& shape = p_.shape;
@@ -52,8 +55,8 @@ class RingKeyBiasLoader {
     inverse_scale_ = of_head.inverse_scale;
   }
 
-  /// Starts to load the biases of a slab, given its position along the strip. Keys outside of the layout are hidden:
-  /// their biases only have to be finite.
+  /// Starts to load the biases of a slab. `along` is the coordinate of the slab along the strip. Keys outside of the
+  /// layout are hidden (masked out), so that their biases only have to be finite.
   CUTE_DEVICE void load(int along) {
     const int pitch = p_.key_bias.is_of_all_heads ? 1 : p_.heads;
     CUTE_UNROLL
@@ -66,19 +69,19 @@ class RingKeyBiasLoader {
     }
   }
 
-  /// Waits for the loaded biases, and converts them.
+  /// Waits for the loaded biases, and converts them to terms of products.
   CUTE_DEVICE void convert() {
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) converted_[i] = bias_in_products(bias_[i], inverse_scale_);
   }
 
-  /// Stores the converted biases of a slab at an address.
+  /// Stores the converted biases of a slab. `to` is the address of the slab's biases in shared memory.
   CUTE_DEVICE void store(std::uint32_t to) const {
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
       const int key = first_ + i * kLanes, column = key % kBlockKeys;
       if (key >= p_.shape.groups * p_.shape.group_blocks * kBlockKeys) break;
-      // A lane reads two columns of each half of a block at once.
+      // A compute lane reads four biases of a block: for two columns in each half. They are stored next to each other.
       const int word = key - column + column % kColumns / 2 * 4 + column / kColumns * 2 + column % 2;
       store_word(to + 4 * word, __float_as_uint(converted_[i]));
     }
@@ -95,12 +98,16 @@ class RingKeyBiasLoader {
   const int first_;
   const float* of_first_key_;
   float inverse_scale_;
-  int token_[kOfLane], behind_[kOfLane];  // a key's token, in a slab that begins at the layout's first token; negative:
-                                          // outside in every slab
+  // For each of the lane's keys:
+  // - `token_`: its token in a slab that begins at the first token of the layout. Negative if the key is outside of the
+  //   layout in every slab.
+  // - `behind_`: its coordinate along the strip, relative to the slab.
+  int token_[kOfLane], behind_[kOfLane];
   float bias_[kOfLane], converted_[kOfLane];
 };
 
-/// Loads the biases of the lane's columns of a block from an address, for both rows.
+/// If `kAreThere`, loads the biases of a block's columns that the lane holds, once for each of its two rows. `at` is
+/// their address in shared memory.
 template <bool kAreThere>
 CUTE_DEVICE void load_ring_key_biases([[maybe_unused]] float (&x)[2][4], [[maybe_unused]] std::uint32_t at) {
   if constexpr (kAreThere) {
@@ -112,7 +119,7 @@ CUTE_DEVICE void load_ring_key_biases([[maybe_unused]] float (&x)[2][4], [[maybe
   }
 }
 
-/// Adds biases from global memory to products that are recomputed.
+/// If `kAreThere`, adds biases from global memory to products that are recomputed.
 template <bool kAreThere>
 struct RingKeyBiasOfColumns {
   CUTE_DEVICE RingKeyBiasOfColumns(const RingParams&, const RingUnit&) {}
@@ -127,7 +134,8 @@ struct RingKeyBiasOfColumns<true> {
   template <class Params>
   CUTE_DEVICE RingKeyBiasOfColumns(const Params& p, const RingUnit& unit) : p(p), biases(p, p.key_bias, unit) {}
 
-  /// Adds the biases of a block at position `across`; `token` is the token at position 0 of that dimension.
+  /// Adds the biases of a block to its visible products. The arguments are those of the callback of
+  /// RingTile::for_blocks.
   template <class Seen>
   CUTE_DEVICE void add(float (&x)[2][4], int token, int across, const Seen& is_seen) const {
     CUTE_UNROLL
@@ -138,7 +146,8 @@ struct RingKeyBiasOfColumns<true> {
   }
 };
 
-/// Biases of a lane's two rows and sums of their gradients, if `kAreThere`. Each is stored twice, in accumulator order.
+/// If `kAreThere`: biases of a lane's two rows, and sums of the gradients of these biases. Each number is stored twice,
+/// in accumulator order.
 template <bool kAreThere>
 struct RingKeyBiasOfRows {
   template <class Params>
@@ -171,7 +180,7 @@ struct RingKeyBiasOfRows<true> {
   /// Adds the bias of the first or second row to a product.
   CUTE_DEVICE float of_product(float product, int row) const { return product + biases[2 * row]; }
 
-  /// Adds up gradients of logits, rounded to the element type for MMA.
+  /// Adds gradients of logits to the rows' sums with MMA. The gradients have been rounded to the element type.
   template <class Element>
   CUTE_DEVICE void add(const std::uint32_t (&gradients)[4]) {
     const std::uint32_t ones = pack<Element>(1.f, 1.f);

@@ -1,5 +1,5 @@
-// Key and value gradients with a ring of queries: a warp owns 16 keys, and slabs hold queries, dO and the queries'
-// statistics. Each query head has a separate key/value head.
+// Key and value gradients with a ring of queries (ring_shape.h). A warp owns 16 keys. Slabs have queries, dO and the
+// queries' statistics. Each query head has to have a separate key/value head.
 #pragma once
 
 #include "cuda/small/key_value_gradient.cuh"
@@ -16,7 +16,7 @@ CUTE_DEVICE std::uint32_t load_byte(std::uint32_t address) {
   return result;
 }
 
-/// Work of a compute warp on its tiles.
+/// Key and value gradients of a compute warp. RingReader::walk calls its functions.
 template <class Element, int kHeadDim, RingLoads kLoads, RingBiases kBiases>
 struct RingKeyValueGradient {
   static constexpr bool kHasBias = kBiases == RingBiases::kRelative;
@@ -29,7 +29,7 @@ struct RingKeyValueGradient {
   Operand keys, values;
   float of_keys[kHeadDim / 8][4], of_values[kHeadDim / 8][4];
   float factor;
-  LateSteps<kLoads> large;  // steps that see queries whose logsumexp has a significant remainder
+  LateSteps<kLoads> large;  // deferred steps: they see queries whose logsumexp has a significant remainder
   RingRelativeBias<Params, kHasBias> bias;
   RingKeyBiasOfRows<kBiases == RingBiases::kOfKeys> key_bias;
 
@@ -52,7 +52,7 @@ struct RingKeyValueGradient {
     for (int i = 0; i < kHeadDim / 2; ++i) of_keys[i / 4][i % 4] = of_values[i / 4][i % 4] = 0.f;
   }
 
-  /// Loads the tile's rows of an array; arbitrary rows for negative tokens.
+  /// Loads the tile's rows from an array. For negative tokens, loads the head's first row.
   CUTE_DEVICE void load_rows(Operand& rows, const void* array, const RingUnit& unit, const int (&tokens)[2]) const {
     const char* row[2];
     CUTE_UNROLL
@@ -66,7 +66,7 @@ struct RingKeyValueGradient {
     }
   }
 
-  /// Adds the visible part of a slab to the tile.
+  /// Adds the queries of a slab that see the tile's keys to the sums of both gradients.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     const RingTable& masks = reader.masks;
     std::uint32_t table = masks.table, block = 0;
@@ -116,7 +116,8 @@ struct RingKeyValueGradient {
     key_bias.template add<Element>(b);
   }
 
-  /// Writes a step's results; if they are NaN, defers the step instead.
+  /// Writes a step's gradients. If they are NaN, a query's logsumexp has a significant remainder, and the step is
+  /// deferred.
   CUTE_DEVICE void finish(const RingUnit& unit, int step) {
     if (__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) {
       large.add(step - unit.step);
@@ -134,7 +135,7 @@ struct RingKeyValueGradient {
     large.for_each([&](int place) { finish_large(unit, unit.step + place); });
   }
 
-  /// Recomputes a step with the remainders, from global memory.
+  /// Recomputes a deferred step from global memory, with the remainders, and writes its gradients.
   CUTE_DEVICE void finish_large(const RingUnit& unit, int step) {
     int tokens[2];
     reader.masks.enter_step(p, reader.along, step);

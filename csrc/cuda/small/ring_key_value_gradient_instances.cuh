@@ -1,4 +1,4 @@
-// Instantiates the kernel for one element type and loading method.
+// Instantiates the kernel of key and value gradients for one element type and one method of loading slabs.
 #pragma once
 
 #include "cuda/small/ring_kernels.h"

@@ -24,7 +24,8 @@ Status find_ring_loads(RingLoads& result) {
   return {};
 }
 
-/// Encodes the tensor map of an array with a box shape in tokens, by dimensions of the shape.
+/// Encodes the TMA tensor map of an array. `box` has the extents of a box in tokens, in the order of the shape's
+/// dimensions.
 Status encode_boxes(const Problem& problem, const RingParams& p, const void* array, std::int64_t heads,
                     const int (&box)[kRank], CUtensorMap& map) {
   TokenBoxes tokens{};
@@ -41,7 +42,8 @@ Status encode_boxes(const Problem& problem, const RingParams& p, const void* arr
   return encode_box_map(tokens, box, map);
 }
 
-/// Encodes the tensor maps of a kernel's arrays if TMA loads them: a box of columns is a group's part of a slab.
+/// If TMA loads slabs, encodes the tensor maps of a kernel's arrays. A box of an array of columns is the part of a slab
+/// that belongs to one group of blocks.
 template <class Params>
 Status encode_arrays(const Problem& problem, Params& p) {
   constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
@@ -57,7 +59,7 @@ Status encode_arrays(const Problem& problem, Params& p) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, p.columns_of(i), heads, group, p.slabs[i]));
   }
   if constexpr (kOfKeys) {
-    // Four floats per query and head have the size of eight 16-bit elements.
+    // TMA loads the four floats of a query and head as eight 16-bit elements.
     Problem of_statistics = problem;
     of_statistics.head_dim = kStatisticsBytes / 2;
     NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(of_statistics, p, p.statistics, heads, group, p.statistics_slabs));
@@ -65,7 +67,7 @@ Status encode_arrays(const Problem& problem, Params& p) {
   return {};
 }
 
-/// Calls `call` with a problem's element type and loading method as constants.
+/// Calls `call` with a problem's element type and the method of loading slabs as constants.
 template <class Call>
 Status with_ring_kernels(const Problem& problem, RingLoads loads, const Call& call) {
   return status_of(with_half_type(problem.element_type, cudaErrorInvalidValue, [&](auto type) -> cudaError_t {
@@ -77,7 +79,7 @@ Status with_ring_kernels(const Problem& problem, RingLoads loads, const Call& ca
   }));
 }
 
-/// Fills in the parameters and launch shape that all kernels share.
+/// Fills in the parameters that all kernels share, and the launch shape.
 Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arrays, cudaStream_t stream, RingParams& p,
                LaunchShape& launch) {
   p.shape = shape;
@@ -109,7 +111,8 @@ Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arr
   return {};
 }
 
-/// Runs `call` if slabs are loaded by TMA, which is always chosen for the kernels that `call` launches.
+/// Runs `call`, which launches a kernel that always loads slabs as TMA boxes. Returns an error for the other method of
+/// loading slabs, which is never chosen for such kernels.
 template <RingLoads kLoads, class Call>
 cudaError_t with_boxes(const Call& call) {
   if constexpr (kLoads == RingLoads::kBoxes) {

@@ -1,4 +1,4 @@
-// Launches the kernels with a ring of keys.
+// Chooses and launches kernels with a ring (ring_shape.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace natten_jax::small {
 
-/// True if a shape is a ring; otherwise, without warps, the kernel uses regions.
+/// True if a kernel uses a ring of this shape. Without compute warps in the shape, it uses regions instead.
 constexpr bool has_ring(const RingShape& shape) {
   return shape.warps > 0;
 }
@@ -19,7 +19,7 @@ constexpr bool has_ring(const RingShape& shape) {
 Status find_forward_ring(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
                          RingShape& result);
 
-/// Rings of a backward pass, by kernel.
+/// Rings of a backward pass, for the kernel of query gradients and the kernel of key and value gradients.
 struct GradientRings {
   RingShape of_queries, of_keys;
 };
@@ -27,19 +27,20 @@ struct GradientRings {
 /// Chooses the rings of a backward pass on the current device.
 ///
 /// Args:
-///   region_of_keys: the region of the kernel of key and value gradients, used if a ring is not faster.
+///   region_of_keys: region of the kernel of key and value gradients. The kernel uses it unless a ring is faster.
 Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
                            const Region& region_of_keys, GradientRings& result);
 
 /// Runs the forward pass of a checked problem on a stream, with a chosen shape.
 Status run_ring_forward(const Problem& problem, const RingShape& shape, const Arrays& arrays, cudaStream_t stream);
 
-/// Runs the kernel of query gradients, which writes the statistics of queries, [batch, tokens, heads, 4].
+/// Runs the kernel of query gradients. It also writes `statistics`, the statistics of queries: [batch, tokens, heads,
+/// 4].
 Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays, float* statistics,
                                cudaStream_t stream);
 
-/// Runs the kernel of key and value gradients, after the kernel of query gradients, which wrote the statistics of
-/// queries.
+/// Runs the kernel of key and value gradients. The kernel of query gradients has to run before, because it writes
+/// `statistics`.
 Status run_ring_key_value_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays,
                                    const float* statistics, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// Parameters of the kernels with a ring, passed by value.
+// Parameters of the kernels with a ring (ring_shape.h), passed by value.
 #pragma once
 
 #include <cuda.h>
@@ -13,32 +13,34 @@
 
 namespace natten_jax::small {
 
-/// Parameters of all kernels with a ring. `rows_of(array)` are the arrays whose tiles are loaded to shared memory, in
-/// the order of `ring_tile_arrays`; `columns_of(array)` are the arrays of slabs.
+/// Parameters of all kernels with a ring. In derived structs, `rows_of(i)` returns array `i` of the arrays whose tiles
+/// are loaded to shared memory (ring_tile_arrays), and `columns_of(i)` returns one of the two arrays whose columns are
+/// loaded in slabs.
 struct RingParams {
   RingShape shape;
   DeviceAxis axis[kRank];  // in the order of the shape's dimensions
-  int pitch[kRank];        // distance in tokens between neighbors along a dimension
-  int tokens;              // per batch entry
+  int pitch[kRank];        // distances in tokens between neighbors along the shape's dimensions
+  int tokens;              // number of tokens per batch entry
   int heads;
   int heads_kv;
-  int units;  // segments of strips, over all batch entries and heads
+  int units;  // number of units (RingUnit): segments of strips, over all batch entries and heads
   Scale scale;
-  float exponent_scale;  // from products to logits in base 2, without per-head scales
+  float exponent_scale;  // factor from products to logits in base 2, if scales are not per head
   cutlass::FastDivmod by_strips[2], by_segments, by_heads, by_heads_per_kv;
   const void* query;
   const void* key;
   const void* value;
-  // TMA maps: a warp's tile of each array of rows; a group's part of a slab of each array of columns.
+  // TMA tensor maps: per array of rows, with a warp's tile as box; and per array of columns, with a group's part of a
+  // slab as box.
   CUtensorMap tiles[3], slabs[2];
 };
 
-/// The forward pass: rows are queries, columns keys and values.
+/// Parameters of the forward pass. Rows are queries. Columns are keys and values.
 struct RingForwardParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kForward;
 
-  const float* sinks;     // [1 or batch, heads]: an extra logit per head in the softmax denominator; or null
-  bool are_sinks_of_all;  // one set of sinks for all batch entries
+  const float* sinks;     // [1 or batch, heads] or null: an extra logit per head in the softmax denominator
+  bool are_sinks_of_all;  // all batch entries have the same sinks
   void* out;
   float* logsumexp;
   float* remainder;  // remainder of the logsumexp, or null
@@ -47,17 +49,20 @@ struct RingForwardParams : RingParams {
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? key : value; }
 };
 
-/// Query gradients: rows are queries, dO and O, columns keys and values.
+/// Parameters of the kernel of query gradients. Rows are queries, dO and O. Columns are keys and values.
 struct RingQueryParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kQueryGradient;
 
   const void* out_cotangent;
   const void* out;
   const float* logsumexp;
-  const float* remainder;            // null: zeros
-  const float* logsumexp_cotangent;  // null: zeros
-  // [batch, tokens, heads]: the logsumexp in base 2 (NaN if its remainder matters), delta, the logsumexp
-  // in base 2 in any case, and its remainder.
+  const float* remainder;            // null stands for zeros
+  const float* logsumexp_cotangent;  // null stands for zeros
+  // [batch, tokens, heads]. The four numbers are:
+  // - the logsumexp in base 2, or NaN if its remainder is significant
+  // - delta
+  // - the logsumexp in base 2, even if its remainder is significant
+  // - the remainder
   float4* statistics;
   void* query_gradient;
 
@@ -67,12 +72,12 @@ struct RingQueryParams : RingParams {
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? key : value; }
 };
 
-/// Key and value gradients: rows are keys and values, columns queries and dO.
+/// Parameters of the kernel of key and value gradients. Rows are keys and values. Columns are queries and dO.
 struct RingGradientParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kKeyValueGradient;
 
   const void* out_cotangent;
-  const float4* statistics;  // as in RingQueryParams
+  const float4* statistics;  // RingQueryParams::statistics
   void* key_gradient;
   void* value_gradient;
   CUtensorMap statistics_slabs;
@@ -80,14 +85,14 @@ struct RingGradientParams : RingParams {
   NATTEN_JAX_HOST_DEVICE const void* columns_of(int array) const { return array == 0 ? query : out_cotangent; }
 };
 
-/// The biases that a kernel with a ring adds to logits.
+/// Kind of biases that a kernel with a ring adds to logits.
 enum class RingBiases { kNone, kRelative, kOfKeys };
 
 /// Key biases.
 struct RingKeyBias {
   const float* of_keys;  // [batch, keys, heads]
-  bool is_of_all_heads;  // one bias per key, shared by all heads: [batch, keys]
-  float* gradient;       // [batch, keys, heads], from the kernel of key and value gradients
+  bool is_of_all_heads;  // all heads have the same biases: `of_keys` is [batch, keys]
+  float* gradient;       // [batch, keys, heads], written by the kernel of key and value gradients
 };
 
 /// Kernel parameters with key biases.
@@ -100,8 +105,8 @@ struct WithKeyBias : Params {
 template <class Params>
 struct WithRelativeBias : Params {
   RingBias bias;
-  GivenTable given;              // with unpadded lines
-  cutlass::FastDivmod by_lines;  // divides by the lines of a plane
+  GivenTable given;              // the caller's biases; their lines have no padding
+  cutlass::FastDivmod by_lines;  // divides by the number of lines of a plane
 };
 
 /// Parameters of a kernel with the given kind of biases.
@@ -110,7 +115,7 @@ using RingParamsOf =
     std::conditional_t<kBiases == RingBiases::kRelative, WithRelativeBias<Params>,
                        std::conditional_t<kBiases == RingBiases::kOfKeys, WithKeyBias<Params>, Params>>;
 
-/// True if loader lanes store data next to the slabs: key biases, if keys are columns.
+/// True if lanes of loader warps store data next to the slabs. They store key biases if keys are columns.
 template <class Params>
 inline constexpr bool kLanesStore = false;
 template <>

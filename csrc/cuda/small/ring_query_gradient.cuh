@@ -1,5 +1,5 @@
-// Query gradients with a ring of keys: as in the forward pass, a warp owns 16 queries. It also computes the statistics
-// of queries for the kernel of key and value gradients.
+// Query gradients with a ring of keys and values (ring_shape.h). As in the forward pass, a warp owns 16 queries. The
+// kernel also computes the statistics of queries, which the kernel of key and value gradients reads.
 #pragma once
 
 #include "cuda/small/query_gradient.cuh"
@@ -9,7 +9,7 @@
 
 namespace natten_jax::small {
 
-/// Work of a compute warp on its tiles.
+/// Query gradients of a compute warp. RingReader::walk calls its functions.
 template <class Element, int kHeadDim, int kForm, RingLoads kLoads, RingBiases kBiases>
 struct RingQueryGradient {
   using Params = RingParamsOf<RingQueryParams, kBiases>;
@@ -18,7 +18,7 @@ struct RingQueryGradient {
   using Operand = RowOperand<Element, kHeadDim>;
   static constexpr bool kHasKeyBias = kBiases == RingBiases::kOfKeys;
   static constexpr int kBlocks = Masks::kBlocks;
-  static constexpr int kAtOnce = 2;  // blocks that are interleaved to hide latency
+  static constexpr int kAtOnce = 2;  // blocks whose instructions are interleaved to hide latency
 
   const Params& p;
   Reader& reader;
@@ -26,7 +26,7 @@ struct RingQueryGradient {
   float gradient[kHeadDim / 8][4];
   float logsumexp[2], delta[4];
   bool is_large;
-  LateSteps<kLoads> large;  // steps whose logsumexp has a significant remainder
+  LateSteps<kLoads> large;  // deferred steps: the logsumexp of a query has a significant remainder
   float factor;
 
   CUTE_DEVICE RingQueryGradient(const Params& p, Reader& reader) : p(p), reader(reader) {}
@@ -55,7 +55,8 @@ struct RingQueryGradient {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       logsumexp[r] = base2_logsumexp(logsumexp[r]);
-      // If all keys in the query's window are hidden, an infinite logsumexp makes all weights zero.
+      // If biases hide (mask out) all keys in the query's window, the logsumexp is -infinity. With +infinity instead,
+      // all weights become zero.
       if (kHasKeyBias && logsumexp[r] == -INFINITY) logsumexp[r] = INFINITY;
       delta[2 * r] -= cotangent[r];
       delta[2 * r + 1] -= cotangent[r];
@@ -72,7 +73,7 @@ struct RingQueryGradient {
     for (int i = 0; i < kHeadDim / 2; ++i) gradient[i / 4][i % 4] = 0.f;
   }
 
-  /// Adds the visible part of a slab to the tile.
+  /// Adds the keys of a slab that the tile's queries see to the tile's gradient.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) { add_blocks<0>(slab, hidden_of_slab); }
 
   template <int kFirst>
@@ -130,14 +131,14 @@ struct RingQueryGradient {
     large.for_each([&](int place) { finish_large(unit, unit.step + place); });
   }
 
-  /// Recomputes a step with remainders, from global memory.
+  /// Recomputes a deferred step from global memory, with the remainders, and writes its gradient.
   CUTE_DEVICE void finish_large(const RingUnit& unit, int step) {
     int tokens[2];
     reader.masks.enter_step(p, reader.along, step);
     reader.masks.find_tokens(p, step, tokens);
     const float scale = p.scale.of(unit.batch * p.heads + unit.head).query_gradient;
     float4 rows[2];
-    __syncwarp();  // other lanes wrote the statistics
+    __syncwarp();  // the statistics were written by other lanes
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       rows[r] = tokens[r] >= 0 ? __ldcg(p.statistics + number_of(unit, tokens[r])) : float4{};
@@ -170,7 +171,7 @@ struct RingQueryGradient {
     write_ring_rows_in_words<Element, kHeadDim>(p, p.query_gradient, unit, tokens, sums, {scale, scale});
   }
 
-  /// Returns the index of a query among all batch entries and heads.
+  /// Returns the index of a query in arrays with one element per batch entry, token and head.
   CUTE_DEVICE std::int64_t number_of(const RingUnit& unit, int token) const {
     return (std::int64_t{unit.batch} * p.tokens + token) * p.heads + unit.head;
   }

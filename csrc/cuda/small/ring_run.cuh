@@ -1,4 +1,4 @@
-// Entry point of kernels with a ring: assigns loader and compute warps.
+// Entry point of kernels with a ring (ring_shape.h): starts the loader warps and compute warps.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -8,7 +8,7 @@
 
 namespace natten_jax::small {
 
-/// True if a kernel has code for the architecture.
+/// True if kernels with this method of loading slabs are compiled for the current architecture.
 constexpr bool is_ring_compiled(RingLoads loads) {
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
   return loads == RingLoads::kChunks;
@@ -17,9 +17,10 @@ constexpr bool is_ring_compiled(RingLoads loads) {
 #endif
 }
 
-/// Return the registers per thread of compute warps, and of TMA loader warps: together at most the number that a CTA of
-/// this size is launched with. Loader warps whose lanes store data need more: with 32, the compiler kept values that
-/// both kinds of warps use in local memory, and a slab with heads of 32 had seven loads from there.
+/// Return the registers per thread of compute warps and of TMA loader warps. In total, a CTA must not have more
+/// registers than it is launched with. Loader warps whose lanes store data need more than 32 registers per thread. With
+/// 32, the compiler kept values that both kinds of warps use in local memory, and loaded them seven times per slab with
+/// heads of 32.
 constexpr int ring_registers(int warps, bool lanes_store) {
   if (lanes_store) return warps == 12 ? 152 : 104;
   return warps == 12 ? 160 : 112;
@@ -28,7 +29,7 @@ constexpr int loader_registers(bool lanes_store) {
   return lanes_store ? 56 : 32;
 }
 
-/// Runs a kernel: loader warps load slabs and tiles, and compute warps process them with an `Own`.
+/// Runs a kernel. Loader warps load slabs and tiles. Compute warps process them with functions of class `Own`.
 template <RingLoads kLoads, int kHeadDim, class Own, class Params>
 CUTE_DEVICE void run_ring(const Params& p) {
   if constexpr (is_ring_compiled(kLoads)) {

@@ -15,22 +15,25 @@ namespace {
 
 constexpr std::int64_t kSwizzle = 1024, kAlignment = 128, kLanes = 32;
 
-/// Cost model of the work on an SM: times in nanoseconds, and exponents of slowdowns.
+/// Cost model of the work on an SM. Costs are times in nanoseconds, unless a field is described otherwise.
 struct RingCosts {
-  double tile;        ///< Fixed time per tile,
-  double slab;        ///< per slab that the tile sees,
-  double block;       ///< and per block of that slab.
-  double of_waiting;  ///< Exponent of the ratio of possible to actual warps: fewer warps hide less latency.
-  double first;       ///< The first segment, except for loading the slabs that its first step waits for,
-  double next;        ///< and every later segment.
-  double waits;       ///< Fraction of its first slabs that a later segment waits for; the rest is loaded meanwhile.
-  double of_strip;    ///< A loaded slab, independent of its readers: all warps have to release it.
-  double of_slowest;  ///< Exponent of the ratio of the maximum blocks per warp of a strip to the average.
+  double tile;        ///< Fixed time of a tile.
+  double slab;        ///< Time of a tile per slab that it sees.
+  double block;       ///< Time of a tile per block that it sees.
+  double of_waiting;  ///< Fewer warps hide less latency: exponent of the ratio of possible to actual warps in a factor
+                      ///< on the time of tiles.
+  double first;       ///< Fixed time of a CTA's first segment. The time to load the slabs of its first step is added.
+  double next;        ///< Fixed time of each later segment.
+  double waits;       ///< Fraction of the time to load its first slabs that a later segment waits for. The previous
+                      ///< segment hides the rest.
+  double of_strip;    ///< Time per loaded slab, however many tiles see it: all warps have to release it.
+  double of_slowest;  ///< Warps wait for the busiest warp of a strip: exponent of the ratio of its blocks to the
+                      ///< average number of blocks of a warp, in a factor on `block`.
 };
 
-/// TMA loads: fitted to times of 5,700 launches of 200 problems on an H100. Nine in ten estimates are between 16% too
-/// short and 13% too long. On 60 other problems, the chosen shapes took 1 to 5% longer than the best timed ones,
-/// depending on the kernel.
+/// Costs with slabs that TMA loads. They were fitted to the times of 5,700 launches of 200 problems on an H100. 90% of
+/// the estimates are between 16% too short and 13% too long. On 60 other problems, the chosen shapes took 1 to 5%
+/// longer than the fastest shapes that were timed, depending on the kernel.
 constexpr RingCosts costs_of_boxes(Kernel kernel, bool is_wide) {
   switch (kernel) {
     case Kernel::kKeyValueGradient:
@@ -45,9 +48,10 @@ constexpr RingCosts costs_of_boxes(Kernel kernel, bool is_wide) {
   }
 }
 
-/// Chunk loads: over 816 launches of 16 problems, estimates are off by 3 to 10%, depending on the kernel, on an H100
-/// that ran code for compute capability 8.0. The chosen shapes took on average 1.0 to 1.04 times as long as the fastest
-/// ones; with the costs of boxes times 1.15, up to 1.06 times.
+/// Costs with slabs that warps copy in chunks. On an H100 that ran code for compute capability 8.0, estimates of 816
+/// launches of 16 problems were off by 3 to 10%, depending on the kernel. The chosen shapes took on average 1.0 to 1.04
+/// times as long as the fastest ones. With the costs of TMA loads times 1.15, the chosen shapes took up to 1.06 times
+/// as long.
 constexpr RingCosts costs_of_chunks(Kernel kernel, bool is_wide) {
   switch (kernel) {
     case Kernel::kKeyValueGradient:
@@ -67,7 +71,7 @@ constexpr RingCosts costs_of(RingLoads loads, Kernel kernel, std::int64_t head_d
   return loads == RingLoads::kBoxes ? costs_of_boxes(kernel, is_wide) : costs_of_chunks(kernel, is_wide);
 }
 
-/// Returns the slowdown of steps by biases, measured on an H100.
+/// Returns the factor by which biases increase the time of steps, as measured on an H100.
 double of_biases(const Problem& problem, Kernel kernel) {
   const bool is_wide = problem.head_dim == 64;
   const auto by_width = [&](double wide, double narrow) { return is_wide ? wide : narrow; };
@@ -77,72 +81,74 @@ double of_biases(const Problem& problem, Kernel kernel) {
   return by_width(1.07, 1.1);
 }
 
-/// True if the kernels are compiled with the problem's biases. The kernels for small windows do not support larger
-/// tables, whose shared memory would not be counted.
+/// True if there are compiled kernels for the problem's biases. The number of table entries has the same limit as in
+/// the other kernels for small windows.
 bool is_compiled_with_biases(const Problem& problem, RingLoads loads) {
   if (!problem.has_key_bias && !problem.has_relative_bias) return true;
   if (loads != RingLoads::kBoxes) return false;
   return !problem.has_relative_bias || offset_table(problem.axes).entries <= kMostBiasEntries;
 }
 
-/// Nanoseconds of an almost empty launch, and bytes of slabs loaded per nanosecond.
+/// Time of an almost empty launch, in nanoseconds, and bytes of slabs that a CTA loads per nanosecond.
 constexpr double kLaunch = 3000, kBytes = 50;
 
-/// Factor on estimates of rings with chunk loads: a ring is chosen only if it is faster by more than the uncertainty,
-/// because the estimates of regions were fitted to code with boxes.
+/// Factor on the estimates of rings with chunk loads. It makes sure that a ring is chosen only if it is faster by more
+/// than the error of the estimates: those of regions were fitted to code that loads boxes.
 constexpr double kClearly = 1.05;
 
-/// Factor on the estimate of key and value gradients with regions: rings were faster for 42 of 43 problems on an H100,
+/// Factor on the estimates of regions for key and value gradients. On an H100, rings were faster for 42 of 43 problems,
 /// and a wrong choice of a ring costs less time than a wrong choice of a region.
 constexpr double kOfKeyGradients = 1.15;
 
-/// Factor on the estimate of regions with biases, if a ring supports them: forward passes of four problems on an H100
-/// took 1.12 to 1.26 times as long as estimated.
+/// Factor on the estimates of regions for problems with biases that rings also support. On an H100, forward passes of
+/// four problems took 1.12 to 1.26 times as long as estimated for regions.
 constexpr double kOfBiasedRegions = 1.15;
 
-/// The smallest windows, in keys. With fewer keys, the fixed work per tile dominates: with 7 x 7, NAT's first stage
-/// took an H100 60 microseconds with a ring, and 52 with regions.
+/// Minimum number of keys in a window. With fewer keys, the fixed work per tile dominates. For example, the windows of
+/// NAT's first stage have 7 x 7 keys: on an H100, it took 60 microseconds with a ring, and 52 with regions.
 constexpr std::int64_t kLeastKeys = 100;
 
-/// The largest windows, in keys, for which regions were timed against rings. For 33 x 33, costs fitted to smaller
-/// windows gave estimates below the estimates of kernels for large windows.
+/// Maximum number of keys in a window for which regions were timed against rings. For windows of 33 x 33 keys, costs
+/// that were fitted to smaller windows gave estimates that were shorter than those of the kernels for large windows.
 constexpr std::int64_t kMostKeysTimed = 400;
 
-/// Maximum extent of a dimension, because strips across it are enumerated.
+/// Maximum extent of a dimension. There is a limit because all strips in a dimension are enumerated.
 constexpr std::int64_t kLongestDimension = std::int64_t{1} << 16;
 
-/// Returns the keys of a complete window.
+/// Returns the number of keys in a complete window.
 std::int64_t keys_of_window(const Problem& problem) {
   std::int64_t keys = 1;
   for (const Axis& axis : problem.axes) keys *= std::min(axis.window.kernel_size, kLongestDimension);
   return keys;
 }
 
-/// True if windows extend along at most one dimension. Costs fitted to regions and rings in two and three dimensions
-/// chose regions for causal windows of 128 keys whose gradients took 4.6% longer, and rings were not timed for them.
+/// True if windows extend along at most one dimension. Such problems have no rings, and rings were not timed for them.
+/// They also do not use the costs that were fitted to regions and rings in two and three dimensions. With the regions
+/// that these costs chose, the gradients of causal windows of 128 keys took 4.6% longer.
 bool is_sequence(const Problem& problem) {
   const auto has_window = [](const Axis& axis) { return axis.window.kernel_size > 1; };
   return std::count_if(std::begin(problem.axes), std::end(problem.axes), has_window) <= 1;
 }
 
-/// Blocks of a slab that a warp sees: the average over all warps, over the warps of the busiest strip, and over the
-/// busiest warp of every strip.
+/// Numbers of blocks of a slab that a warp sees: `average` over all warps, `most` on average over the warps of the
+/// busiest strip, and `of_slowest` on average over the busiest warps of all strips.
 struct BlocksOfSlab {
   double average, most, of_slowest;
 };
 
-/// Average slabs per step: seen by its tiles, and newly loaded.
+/// Average numbers of slabs per step: slabs that its tiles see, and those of them that no earlier step sees.
 struct SlabsOfStep {
   double seen, coming;
 };
 
-/// Divides strips into segments, and estimates the launch time.
+/// Divides strips into the number of segments with the shortest estimated launch time.
 void choose_segments(const Problem& problem, Kernel kernel, const Device& device, SlabsOfStep slabs,
                      BlocksOfSlab blocks, std::int64_t first_bytes, RingShape& shape) {
   const RingCosts costs = costs_of(shape.loads, kernel, problem.head_dim);
   const std::int64_t strips = problem.batch * problem.heads * shape.strips[0] * shape.strips[1],
                      beside = std::int64_t{shape.beside[0]} * shape.beside[1];
-  // Turns (groups of adjacent warps) that run concurrently: as many as the ring has slabs for, plus a partial one.
+  // Number of turns (groups of adjacent warps) that work at the same time. These are the turns for which the ring can
+  // hold all slabs, and one turn for which it holds only some of them.
   const double held_turns = 2 + (shape.slots - slabs.seen) * shape.thick / shape.rows[2],
                turns = std::clamp<double>(held_turns, 1, shape.turns());
   const double warps = static_cast<double>(beside) * turns,
@@ -160,7 +166,7 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
     const std::int64_t of_segment = divide_up(shape.steps, segments);
     if (of_segment > most_segment_steps(shape.loads) || divide_up(shape.steps, of_segment) != segments) continue;
     const auto rounds = static_cast<double>(divide_up(strips * segments, device.multiprocessors));
-    // The slowest strip may be in the last round.
+    // The strip with the most work may be in the last round.
     const double steps =
         static_cast<double>(of_segment) * ((rounds - 1) * step_of(blocks.average) + step_of(blocks.most));
     const double nanoseconds =
@@ -172,7 +178,8 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
   }
 }
 
-/// Derives the rest of a shape from its tiles and the arrangement of its warps; false if it cannot be launched.
+/// Computes the remaining fields of a shape from its tiles and from the arrangement of its warps. Returns false if the
+/// shape cannot be launched.
 bool complete(const Problem& problem, Kernel kernel, const Device& device, const SeenBlocks& by_groups,
               const SeenBlocks& by_inner, const SeenSlabs& slabs, RingShape& shape) {
   const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
@@ -215,8 +222,10 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
       (device.shared_memory - tile_bytes - window_bytes - mask_bytes - kRingBarrierBytes - bias_bytes) /
           (2 * shape.array_bytes + statistics_bytes),
       kMostRingSlots);
-  // Slabs of a step, and the slabs that the next step waits for. More queries see the keys next to a border: there,
-  // warps may wait for slabs that are not in the ring yet.
+  // Minimum number of slabs in the ring. If rows are queries, it has to hold the slabs of a step, and the slabs that
+  // the next step sees in addition. If rows are keys, it has to hold the slabs that a step shares with the next step,
+  // and one more. Steps at an edge of the layout then see more slabs, because more queries see the keys there, and
+  // their warps may wait for slabs that are not in the ring yet.
   const std::int64_t least_slots = rows_are_keys ? slabs.held + 1 : slabs.most + divide_up(shape.rows[2], shape.thick);
   if (slots < least_slots || shape.array_bytes % kSwizzle != 0) return false;
   shape.slots = narrow(slots);
@@ -240,12 +249,14 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   return problem.batch * problem.heads * strips * shape.segments < std::int64_t{1} << 31;
 }
 
-/// Completes a shape with every arrangement of its warps, given its tiles; updates the fastest one.
+/// Completes a shape, given its tiles, with every arrangement of its warps. Replaces `best` if a completed shape is
+/// faster.
 void take_fastest(const Problem& problem, Kernel kernel, const Device& device, RingShape shape, RingShape& best) {
   const bool rows_are_keys = kernel == Kernel::kKeyValueGradient, is_thick = shape.thick > 1;
   const Span across{problem.axes[shape.dimension[0]], rows_are_keys},
       inside{problem.axes[shape.dimension[1]], rows_are_keys}, along{problem.axes[shape.dimension[2]], rows_are_keys};
-  // A block extends along two dimensions: both of the slab's, or the first one and the strip's.
+  // A block extends in dimensions 0 and 1 of the shape. In thick slabs, it extends in dimensions 0 and 2, and dimension
+  // 1 must have a single token.
   if ((is_thick && inside.length() > 1) || along.length() > kLongestStrip) return;
   const std::int64_t high = is_thick ? 1 : kBlockKeys / shape.wide;
   const SeenSlabs slabs(along, shape.rows[2], shape.thick);
@@ -296,7 +307,8 @@ bool can_have_gradient_ring(const Problem& problem, Places places) {
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
-  // Query gradients with a relative bias also compute the table's gradient, which rings do not support.
+  // The kernel of query gradients would have to compute also the gradient of a relative bias, which rings do not
+  // support.
   if (problem.has_relative_bias && kernel == Kernel::kQueryGradient) return best;
   if (!can_have_ring(problem, places) || !is_compiled_with_biases(problem, loads)) return best;
   int dimension[kRank] = {0, 1, 2};

@@ -1,9 +1,16 @@
-// Shape of launches that keep columns in a ring buffer in shared memory: the strips of a layout that CTAs own, and the
-// columns that a CTA holds at a time.
+// Shape of launches with a ring. The kernels keep the columns of their tiles in a ring buffer in shared memory.
 //
-// A warp owns a tile of 16 tokens, its rows: queries, or keys if their gradients are computed. A CTA owns a strip of
-// adjacent tiles, and moves along one dimension of the layout. The columns that these tiles see, in two arrays, are
-// loaded in slabs across that dimension, each slab once per strip.
+// - Tile: 16 tokens, the rows of a warp. Rows are queries or, in the kernel of key and value gradients, keys. Columns
+//   are the keys that queries see, or the queries that see keys. As in region.h, comments use the words "a row sees a
+//   column" for both.
+// - Strip: a part of the layout that is as wide as a few adjacent tiles and, in one dimension, extends from one end of
+//   the layout to the other. CTAs move along strips in this dimension.
+// - Step: the adjacent tiles at one position along a strip. Each tile of a step is computed by a different warp.
+// - Unit: the work of a CTA in a round. It is a segment of a strip (some consecutive steps) for one batch entry and
+//   head.
+// - Slab: the columns at one or a few positions along a strip that tiles of the strip see, in two arrays. A slab
+//   consists of groups, and a group consists of blocks of 16 columns. The ring holds several consecutive slabs. Loader
+//   warps load each slab once per unit.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +21,12 @@
 
 namespace natten_jax::small {
 
-/// Method of loading slabs: as TMA boxes, which require compute capability 9.0, or in chunks that warps copy.
+/// Method of loading slabs. TMA loads boxes, which requires compute capability 9.0, or warps copy chunks of 16 bytes.
 enum class RingLoads { kBoxes, kChunks };
 
-/// Returns the maximum number of compute warps of a CTA that registers allow, without the loader warps. TMA loader
-/// warps give registers to the compute warps; loader warps that copy chunks keep a full share.
+/// Returns the maximum number of compute warps per CTA for which there are enough registers, in addition to the loader
+/// warps. TMA loader warps give registers to the compute warps. Loader warps that copy chunks need as many registers as
+/// compute warps.
 constexpr int most_ring_warps(RingLoads loads, int head_dim) {
   if (loads == RingLoads::kChunks) return head_dim == 64 ? 10 : 14;
   return head_dim == 64 ? 12 : 16;
@@ -30,100 +38,107 @@ constexpr int ring_threads(RingLoads loads, int head_dim) {
   return 32 * (most_ring_warps(loads, head_dim) + ring_loaders(loads));
 }
 
-/// Returns the number of arrays whose tiles are loaded through shared memory. If rows are keys, tiles are loaded
-/// directly into registers, to leave room for more slabs.
+/// Returns the number of arrays whose tiles are loaded through shared memory. If rows are keys, warps load tiles from
+/// global memory into registers, to leave room for more slabs in shared memory.
 constexpr int ring_tile_arrays(Kernel kernel) {
   return kernel == Kernel::kForward ? 1 : kernel == Kernel::kQueryGradient ? 3 : 0;
 }
 
-/// Columns of a block, the depth of one MMA instruction.
+/// Number of columns of a block, equal to the depth (K) of an MMA instruction.
 inline constexpr int kBlockKeys = 2 * kColumns;
 
-/// The longest strip; shared memory holds a table of the columns that its rows see.
+/// Maximum length of a strip in tokens. It is limited by a table in shared memory, which has the columns that each row
+/// sees along the strip.
 inline constexpr int kLongestStrip = 1024;
 
-/// Maximum slabs of a ring, and the shared memory of its barriers (RingBarriers).
+/// Maximum number of slabs in a ring, and bytes of shared memory of its barriers (RingBarriers).
 inline constexpr int kMostRingSlots = 24, kRingBarrierBytes = 640;
 
-/// Maximum keys of a slab with key biases: every loader lane handles two of them.
+/// Maximum number of keys of a slab with key biases, because every lane of the loader warps handles at most two keys.
 inline constexpr int kMostBiasedKeys = 256;
 
-/// Returns the maximum steps of a segment: a bit mask marks the steps to recompute. With 64 instead of 32, strips of 64
-/// took 0.95 times as long; with TMA loads, registers do not allow it.
+/// Returns the maximum number of steps of a segment, which is the size of a bit mask that marks the steps to recompute.
+/// With chunk loads, strips of 64 steps took 0.95 times as long with a maximum of 64 as with 32. With TMA loads, there
+/// are no registers for 64 bits.
 constexpr int most_segment_steps(RingLoads loads) {
   return loads == RingLoads::kBoxes ? 32 : 64;
 }
 
-/// Part of a slab that a warp of queries sees: `groups` groups of `inner` blocks.
+/// Blocks of a slab that a warp of queries multiplies: `inner` blocks in each of `groups` groups.
 struct RingForm {
   int groups, inner;
   constexpr int blocks() const { return groups * inner; }
 };
-/// Compiled forms.
+/// Forms for which kernels are compiled.
 inline constexpr RingForm kRingForms[] = {{4, 1}, {2, 2}};
 
-/// Shape of a launch. Dimensions are numbered by role: across strips, along blocks inside of a slab, along the strip.
+/// Shape of a launch. Dimensions are numbered by role. Dimension 2 is the direction of strips, and dimensions 0 and 1
+/// are the other two. Blocks always extend in dimension 0. Coordinates in dimensions 0, 1 and 2 are named `across`,
+/// `inside` and `along`.
 struct RingShape {
   RingLoads loads;
   int dimension[kRank];  ///< The problem's dimension for each dimension of the shape.
-  int rows[kRank];       ///< Rows of a warp's tile, powers of two.
-  int warps;             ///< Compute warps of a CTA; 0 if rings do not support the problem.
-  int beside[2];         ///< Adjacent warps across the strip; the other warps take the next steps along it.
+  int rows[kRank];       ///< Extents of a warp's tile in tokens, powers of two.
+  int warps;             ///< Number of compute warps of a CTA; 0 if rings do not support the problem.
+  int beside[2];         ///< Number of adjacent warps in dimensions 0 and 1. They compute the tiles of one step.
   int form;              ///< Index into kRingForms, if rows are queries.
-  int blocks;            ///< Maximum blocks of a slab that a warp sees.
-  // A slab is [groups, thick, inner, wide] columns. It begins at `phase` plus a multiple of its blocks' extents.
+  int blocks;            ///< Maximum number of blocks of a slab that a warp sees.
+  // A slab has [groups, thick, inner, wide] columns in dimensions 0, 2, 1 and 0 of the shape. In each dimension, its
+  // first coordinate is `phase` plus a multiple of a block's extent.
   int wide, thick, inner;
   int thick_shift;  ///< Base-2 logarithm of `thick`.
   int groups;
   int group_blocks;
   int phase[kRank];
-  int slots;  ///< Slabs in the ring.
-  int strips[2];
-  int steps;                    ///< Steps of a strip, one tile each.
-  int segments, segment_steps;  ///< Segments of a strip, the work units of CTAs,
-  int turn;                     ///< and the rotation of the map from CTAs to segments per round.
-  // Bytes of shared memory.
-  int array_bytes;  ///< A slab of one array.
-  int tile_bytes;   ///< A tile of one array.
+  int slots;                    ///< Maximum number of slabs in the ring.
+  int strips[2];                ///< Number of strips in dimensions 0 and 1.
+  int steps;                    ///< Number of steps of a strip.
+  int segments, segment_steps;  ///< A strip is divided into `segments` segments of `segment_steps` steps each.
+  int turn;                     ///< Rotation of the map from CTAs to units, per round (unit_of_round).
+  int array_bytes;              ///< Bytes of a slab in one array.
+  int tile_bytes;               ///< Bytes of a tile in one array.
+  // Byte offsets in shared memory, and its size.
   int tiles, windows, statistics, masks, barriers, bytes;
-  int bias_line;       ///< Entries of a line of a relative bias, whose tables come last in shared memory (ring_bias.h);
-                       ///< or 0.
+  int bias_line;       ///< Number of entries in a line of a relative bias's table (ring_bias.h). 0 without such a bias.
   double nanoseconds;  ///< Estimated time of the launch.
-  // Per batch entry and head: products of a row and a column, and loaded columns.
+  // Numbers per batch entry and head: pairs of a row and a column that are multiplied, and columns that are loaded.
   std::int64_t pairs, keys;
 
-  /// Returns the number of turns: groups of adjacent warps, which process different steps of a strip concurrently.
+  /// Returns the number of turns. A turn is a group of adjacent warps, which process one step. The turns of a CTA
+  /// process different steps of a strip concurrently.
   constexpr int turns() const { return warps / (beside[0] * beside[1]); }
 };
 
-/// True if rings support a problem with some shape: heads of 32 and 64, windows of many keys in two or three
-/// dimensions, and complete layouts without dilation, additional tokens or wrapped dimensions. Cheap, so it is checked
-/// first.
+/// True if rings support the features of a problem: heads of 32 and 64, windows of many keys in two or three
+/// dimensions, and complete layouts without dilation, additional tokens or wrapped dimensions. Not every such problem
+/// has a shape that can be launched. This check is cheap, and comes before the choice of a shape.
 bool can_have_ring(const Problem& problem, Places places);
 
-/// True if launches with regions have been timed against rings for such problems, and have separate cost estimates.
+/// True if regions were timed against rings for such problems. Regions then have other cost estimates.
 bool is_timed_beside_rings(const Problem& problem, Places places);
 
-/// True if the kernel of key and value gradients supports the problem: each query head needs a separate key/value head.
+/// True if the kernel of key and value gradients with a ring supports the features of a problem. It requires that each
+/// query head has a separate key/value head.
 bool can_have_gradient_ring(const Problem& problem, Places places);
 
-/// Returns the shape of the fastest launch of a kernel that owns queries, for tiles of kRows queries and groups of
-/// kColumns keys, and for a device's way of loading slabs. `warps` is 0 if rings do not support the problem, or the
-/// kernel is not compiled with the problem's biases. Query gradients do not support a relative bias.
+/// Returns the shape of the fastest launch of a kernel that owns queries, for tiles of kRows queries, groups of
+/// kColumns keys and a method of loading slabs. `warps` is 0 if rings do not support the problem, or if no kernel is
+/// compiled for the problem's biases. The kernel of query gradients does not support a relative bias.
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device);
 
-/// Returns the shape of the fastest launch of the kernel of key and value gradients, including its tiles. With a
-/// relative bias, slabs are loaded as boxes.
+/// Returns the shape of the fastest launch of the kernel of key and value gradients. This function also chooses the
+/// tiles. With biases, `warps` is 0 unless slabs are loaded as boxes.
 RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
 
-/// Chooses the rotation of CTAs per round that balances their work, as some strips see more than others.
+/// Chooses `turn`, the rotation of the map from CTAs to units per round, such that CTAs have about equal work: some
+/// strips see more columns than others.
 void balance_ring(const Problem& problem, Kernel kernel, const Device& device, RingShape& shape);
 
-/// Returns the estimated nanoseconds of a launch with a region, to compare with estimates of rings.
+/// Returns the estimated time of a launch with a region, in nanoseconds, for comparison with the estimates of rings.
 double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places);
 
-/// Like choose_ring, but `warps` is 0 unless the ring is estimated to be faster than the launch with a region.
+/// Like choose_ring, but `warps` is also 0 if the launch with a region is estimated to be faster.
 RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
                              const std::int64_t (&columns)[kRank], Kernel kernel, Places places, RingLoads loads,
                              const Device& device);

@@ -1,4 +1,4 @@
-// Blocks and slabs that rows of a ring launch see along a dimension.
+// Numbers of blocks and slabs that the rows of a launch with a ring see along a dimension (ring_shape.h).
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ inline std::int64_t divide_down(std::int64_t a, std::int64_t b) {
   return (a - modulo(a, b)) / b;
 }
 
-/// A dimension, and the columns that its rows see.
+/// A dimension of a layout, in a kernel whose rows are queries or keys.
 struct Span {
   const Axis& axis;
   bool rows_are_keys;
@@ -37,15 +37,17 @@ struct Span {
                          : window_bounds(axis.window, row, length());
   }
 
-  /// Returns the position of the first column that a tile in the middle of the layout sees, modulo the tokens of a
-  /// block or slab.
+  /// Returns the coordinate of the first column that a tile in the middle of the layout sees, modulo `of`, the extent
+  /// of a block or slab.
   int phase(std::int64_t tile, std::int64_t of) const {
     return modulo(seen(length() / 2 / tile * tile, tile).begin, of);
   }
 };
 
-/// Blocks that the warps of a strip see along a dimension across it: the maximum per warp, the extent of the strip from
-/// its first block, and the sum over warps.
+/// Numbers of blocks that the warps of a strip see along dimension 0 or 1 of the shape:
+/// - of_warp: maximum over the warps.
+/// - of_strip: number of blocks from the first to the last one that any of the warps sees.
+/// - of_all: sum over the warps.
 struct StripBlocks {
   std::int64_t of_warp = 1, of_strip = 1, of_all = 0;
 
@@ -62,9 +64,12 @@ struct StripBlocks {
   }
 };
 
-/// Blocks over all strips, member by member: the most of any warp; the largest extent of a strip; the largest sum over
-/// the warps of one strip; the sum over all warps of all strips; and the sum, over all strips, of the most that a warp
-/// of the strip sees.
+/// Numbers of blocks that the warps of all strips see along dimension 0 or 1 of the shape:
+/// - of_warp: maximum over all warps.
+/// - of_strip: maximum of StripBlocks::of_strip over the strips.
+/// - of_warps: maximum over the strips of the sum over a strip's warps.
+/// - of_all: sum over all warps.
+/// - of_slowest: sum over the strips of the maximum over a strip's warps.
 struct SeenBlocks {
   std::int64_t of_warp = 1, of_strip = 1, of_warps = 0, of_all = 0, of_slowest = 0;
 
@@ -80,8 +85,11 @@ struct SeenBlocks {
   }
 };
 
-/// Slabs that the steps of a strip see: the maximum per step, the sum over steps, the maximum that a step shares with
-/// the next one, and the number of slabs.
+/// Numbers of slabs that the steps of a strip see:
+/// - most: maximum over the steps.
+/// - all: sum over the steps.
+/// - held: maximum number of slabs that a step shares with the next step.
+/// - count: number of different slabs.
 struct SeenSlabs {
   const Span& span;
   std::int64_t depth, thick;

@@ -1,11 +1,11 @@
-// Stores of a warp's tile to rows of a result array.
+// Functions that write a warp's tile to the rows of a result array.
 #pragma once
 
 #include "cuda/small/ring_strip.cuh"
 
 namespace natten_jax::small {
 
-/// Transposes a 4 x 4 matrix of words over four neighboring lanes: each lane receives all words of one column.
+/// Transposes a 4 x 4 matrix of words, of which each of four neighboring lanes has a row. Each lane receives a column.
 CUTE_DEVICE void transpose_words(std::uint32_t (&words)[4]) {
   const bool is_odd = (threadIdx.x & 1) != 0, is_late = (threadIdx.x & 2) != 0;
   std::uint32_t pairs[2][2];
@@ -23,14 +23,15 @@ CUTE_DEVICE void transpose_words(std::uint32_t (&words)[4]) {
   }
 }
 
-/// Returns the address of an array's row.
+/// Returns the address of an array's row for a token and the unit's head.
 template <int kHeadDim, class Byte>
 CUTE_DEVICE Byte* ring_row(const RingParams& p, Byte* array, const RingUnit& unit, int token) {
   const std::int64_t row = (std::int64_t{unit.batch} * p.tokens + token) * p.heads + unit.head;
   return array + row * (2 * kHeadDim);
 }
 
-/// Writes sums, multiplied by a factor per row; skips rows of negative tokens.
+/// Writes a tile's sums. The sums of each row are multiplied by the row's factor in `of_rows`. Rows with negative
+/// tokens are not written.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void write_ring_rows(const RingParams& p, void* array, const RingUnit& unit, const int (&tokens)[2],
                                  const float (&sums)[kHeadDim / 8][4], const float (&of_rows)[2]) {
@@ -53,9 +54,9 @@ CUTE_DEVICE void write_ring_rows(const RingParams& p, void* array, const RingUni
   }
 }
 
-/// Like write_ring_rows, but writes a word at a time, from kHeadDim / 2 consecutive sums: fewer instructions, but more
-/// stores. Compared with write_ring_rows on 72 problems on an H100, forward passes took 1.5% less time, key and value
-/// gradients 2.5% more.
+/// Like write_ring_rows, but reads kHeadDim / 2 consecutive sums and writes one word at a time. This takes fewer
+/// instructions, but more stores. On 72 problems on an H100, forward passes took 1.5% less time than with
+/// write_ring_rows, and key and value gradients took 2.5% more time.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void write_ring_rows_in_words(const RingParams& p, void* array, const RingUnit& unit,
                                           const int (&tokens)[2], const float* sums, const float (&of_rows)[2]) {

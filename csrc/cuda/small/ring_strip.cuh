@@ -1,4 +1,5 @@
-// Coordinates of a ring launch: strips, steps, slabs, and the columns that a lane's rows see in them.
+// Coordinates in a launch with a ring: strips, steps and slabs (ring_shape.h), and the columns of a slab that a lane's
+// rows see.
 #pragma once
 
 #include "cuda/common/axis_plan.cuh"
@@ -7,16 +8,16 @@
 
 namespace natten_jax::small {
 
-/// Returns the index of the unit that a CTA processes in a round; past the last unit, the CTA is done. The map from
-/// CTAs to units rotates from round to round: with the same strips every time, the CTAs with the busiest strips would
-/// finish late.
+/// Returns the index of the unit that a CTA processes in a round. If there is no unit with this index, the CTA is done.
+/// The map from CTAs to units rotates from round to round. Otherwise the same CTAs would get the strips with the most
+/// work in every round, and would finish late.
 CUTE_DEVICE int unit_of_round(const RingParams& p, int round) {
   const unsigned ctas = gridDim.x, turned = static_cast<unsigned>(round) * p.shape.turn % ctas;
   return static_cast<int>(round * ctas + (blockIdx.x + turned) % ctas);
 }
 
-/// A segment of a strip of a batch entry's head, the work unit of a CTA. Consecutive units run at the same time and
-/// share cached data: neighboring strips see the same columns, and the heads of a token share DRAM and L2 lines.
+/// The work of a CTA in a round: a segment of a strip, for one batch entry and head. Consecutive units run at the same
+/// time and share cached data. Neighboring strips see common columns, and the heads of a token share DRAM and L2 lines.
 struct RingUnit {
   int batch, head, across, inside, step, end;
 
@@ -33,13 +34,14 @@ struct RingUnit {
   CUTE_DEVICE int head_kv(const RingParams& p) const { return p.by_heads_per_kv.divide(head); }
 };
 
-/// Returns the address of a row's 16-byte chunk with TMA's swizzle, given the address of the first row.
+/// Returns the address of a row's 16-byte chunk with TMA's swizzle. `rows` is the address of the first row.
 template <int kHeadDim>
 CUTE_DEVICE std::uint32_t place_of_chunk(std::uint32_t rows, int row, int chunk) {
   return rows + row * 2 * kHeadDim + (chunk ^ (kHeadDim == 32 ? row >> 1 & 3 : row & 7)) * 16;
 }
 
-/// Returns the columns that a row sees along a dimension; rows past the layout are treated as its last row.
+/// Returns the range of columns that a row sees along a dimension. Rows past the end of the layout are treated as its
+/// last row.
 template <bool kRowsAreKeys>
 CUTE_DEVICE Range<int> seen_by(const DeviceAxis& axis, int row) {
   const int length = axis.query_extent, at = min(row, length - 1);
@@ -47,7 +49,7 @@ CUTE_DEVICE Range<int> seen_by(const DeviceAxis& axis, int row) {
   return window_bounds(axis, at, length);
 }
 
-/// First columns of a strip's slabs.
+/// Coordinates in dimensions 0 and 1 at which all slabs of a strip begin.
 template <bool kRowsAreKeys>
 struct RingStrip {
   int across, inside;
@@ -61,17 +63,17 @@ struct RingStrip {
   }
 };
 
-/// The dimension along strips: a table in shared memory of the columns that each row sees, and slabs by index. The
-/// first slab of a layout may begin before the layout.
+/// The dimension along strips. A table in shared memory has the range of columns that each row sees. Slabs have
+/// consecutive indices; the first one may begin before the layout.
 struct RingAlong {
   const RingParams& p;
-  std::uint32_t windows;  // per row: its first column, and in the upper half-word the column after its last one
+  std::uint32_t windows;  // per row: the begin of its range in the lower half-word, the end in the upper one
 
   CUTE_DEVICE RingAlong(const RingParams& p, std::uint32_t shared) : p(p), windows(shared + p.shape.windows) {}
 
   CUTE_DEVICE int length() const { return p.axis[2].query_extent; }
 
-  /// Fills the table. All threads have to call it, and to synchronize before the table is used.
+  /// Fills the table. All threads have to call it. The CTA has to synchronize before it uses the table.
   template <bool kRowsAreKeys>
   CUTE_DEVICE static void tabulate(const RingParams& p, char* raw) {
     for (int i = threadIdx.x; i < p.axis[2].query_extent; i += blockDim.x) {
@@ -85,7 +87,7 @@ struct RingAlong {
     return {static_cast<int>(window & 0xffff), static_cast<int>(window >> 16)};
   }
 
-  /// Returns the range of slabs that a step sees.
+  /// Returns the range of slabs that the tiles of a step see.
   CUTE_DEVICE int2 of_step(int step) const {
     const int depth = p.shape.rows[2], thick = p.shape.thick, phase = p.shape.phase[2],
               first = seen(step * depth).begin - phase, last = seen(min((step + 1) * depth, length()) - 1).end - phase;
@@ -95,7 +97,7 @@ struct RingAlong {
   CUTE_DEVICE int first_key(int slab) const { return p.shape.phase[2] + (slab << p.shape.thick_shift); }
 };
 
-/// A slab's slot in the ring, and the parity of its barriers.
+/// Slot of a slab in the ring, and parity of the slot's barriers.
 struct RingPlace {
   int slot = 0, parity = 0;
 
@@ -106,7 +108,7 @@ struct RingPlace {
     }
   }
 
-  /// Goes back by at most the number of slots.
+  /// Moves back by `count` slots. `count` is at most the number of slots.
   CUTE_DEVICE void retreat(int count, int slots) {
     slot -= count;
     if (slot < 0) {
@@ -116,14 +118,15 @@ struct RingPlace {
   }
 };
 
-/// Returns the coordinate of a row in its tile.
+/// Returns the coordinate of row `row` of a tile in dimension `d`, relative to the tile.
 CUTE_DEVICE int place_of_row(const RingShape& shape, int row, int d) {
   if (d > 0) row >>= logarithm(shape.rows[0]);
   if (d > 1) row >>= logarithm(shape.rows[1]);
   return row & (shape.rows[d] - 1);
 }
 
-/// Returns the mask bits of a lane's two elements of a group in one of its two rows, in the format that `hiding` reads.
+/// Returns mask bits for one of the lane's two rows and one of the two groups of kColumns columns: the bits of the
+/// row's two elements, in the format that `hiding` reads.
 CUTE_DEVICE constexpr std::uint32_t bits_of_row(int row, int group) {
   return (group == 0 ? 0x0808u : 0x8080u) << (16 * row);
 }
@@ -133,18 +136,18 @@ CUTE_DEVICE int ring_warp() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
 }
 
-/// Returns the number, but opaque to the compiler, so that values derived from it are not kept in registers across
-/// steps.
+/// Returns `number`, and hides its value from the compiler. The compiler then does not keep values that are derived
+/// from it in registers across steps.
 CUTE_DEVICE int kept_number(int number) {
   return static_cast<int>(kept(static_cast<std::uint32_t>(number)));
 }
 
-/// Returns the coordinates of a warp among the adjacent warps of a strip, in dimensions 0 and 1.
+/// Returns the coordinates of a warp among the adjacent warps of a step, in dimensions 0 and 1.
 CUTE_DEVICE int2 place_of_warp(const RingShape& shape, int warp) {
   return make_int2(warp % shape.beside[0], warp / shape.beside[0] % shape.beside[1]);
 }
 
-/// Computes the first row of a warp's tile in a strip's first step.
+/// Computes the coordinates of the first row of a warp's tile in the first step of a strip.
 CUTE_DEVICE void first_row(const RingParams& p, const RingUnit& unit, int warp, int (&row)[kRank]) {
   const RingShape& shape = p.shape;
   const int2 place = place_of_warp(shape, warp);
@@ -153,18 +156,18 @@ CUTE_DEVICE void first_row(const RingParams& p, const RingUnit& unit, int warp, 
   row[2] = 0;
 }
 
-/// A lane's two rows of a warp's tile, and the columns that they see. The visible part of a slab across the strip is
-/// the same for all slabs of a strip; the visible part along the strip is the same for all blocks of a slab.
+/// The two rows of a lane in its warp's tile, and the columns that they see along the strip. In dimensions 0 and 1, a
+/// row sees the same part of all slabs of a strip. Along the strip, it sees the same part of all blocks of a slab.
 template <bool kRowsAreKeys_>
 struct RingRows {
   static constexpr bool kRowsAreKeys = kRowsAreKeys_;
 
   int along_begin[2], along_size[2];
   int rows_along;   // distance along the strip between the first columns of a block's two halves
-  int first_along;  // position along the strip of the lane's elements in a block's first half
-  int tokens[2];    // of the lane's rows in a strip's first step; negative if outside of the layout in every step
+  int first_along;  // coordinate along the strip of the lane's columns in a block's first half, relative to the slab
+  int tokens[2];    // the lane's rows in a strip's first step; negative if outside of the layout in every step
 
-  /// Sets the rows for a strip's first step.
+  /// Computes the lane's rows in the first step of a strip.
   CUTE_DEVICE void enter_rows(const RingParams& p, const RingUnit& unit) {
     const RingShape& shape = p.shape;
     const int lane = threadIdx.x % 32;
@@ -184,7 +187,7 @@ struct RingRows {
     rows_along = is_thick ? kColumns >> logarithm(shape.wide) : 0;
   }
 
-  /// Computes the columns along the strip that the lane's rows see in a step.
+  /// Computes the ranges of columns that the lane's rows see along the strip in a step.
   CUTE_DEVICE void enter_step(const RingParams& p, const RingAlong& along, int step) {
     const int lane = kept_number(threadIdx.x % 32), first = step * p.shape.rows[2];
     CUTE_UNROLL
@@ -196,7 +199,7 @@ struct RingRows {
     }
   }
 
-  /// Tokens of the lane's rows in the current step; negative if outside of the layout.
+  /// Computes the tokens of the lane's rows in a step; negative if a row is outside of the layout.
   CUTE_DEVICE void find_tokens(const RingParams& p, int step, int (&found)[2]) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -204,7 +207,8 @@ struct RingRows {
     }
   }
 
-  /// Returns the mask of the elements of a slab that are hidden by their position along the strip.
+  /// Returns a mask for the lane's elements in each block of a slab. It hides (masks out) the columns that a row does
+  /// not see along the strip.
   CUTE_DEVICE std::uint32_t of_slab(int first_key) const {
     std::uint32_t hidden = 0;
     CUTE_UNROLL
@@ -220,12 +224,12 @@ struct RingRows {
   }
 };
 
-/// The columns inside of slabs that a lane's rows see.
+/// The ranges of columns that a lane's rows see in dimensions 0 and 1.
 template <bool kRowsAreKeys>
 struct RingInside {
   const RingShape& shape;
   int window_begin[2][2], window_size[2][2];
-  int across, inside;  // position of the lane's first column in the strip's first block
+  int across, inside;  // coordinates: of the lane's first column in dimension 0, and of the slab in dimension 1
 
   CUTE_DEVICE RingInside(const RingParams& p, const RingUnit& unit, const RingStrip<kRowsAreKeys>& strip)
       : shape(p.shape) {
@@ -246,7 +250,8 @@ struct RingInside {
     inside = strip.inside;
   }
 
-  /// Returns the mask of a block's hidden elements: `bit(h, e)` is the bit of element e (of four) in half h.
+  /// Returns a mask for the lane's elements in a block. It hides (masks out) the columns that a row does not see in
+  /// dimensions 0 and 1. `bit(h, e)` returns the bit of element e (of four) in half h of the block.
   template <class Bit>
   CUTE_DEVICE std::uint32_t hidden(int group, int inner, const Bit& bit) const {
     const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide), high = kBlockKeys >> wide_shift;
@@ -271,13 +276,13 @@ struct RingInside {
   }
 };
 
-/// Masks of the blocks of a form, in registers.
+/// Masks of the blocks that a warp of queries multiplies (RingForm), in registers.
 template <int kForm>
 struct RingMasks : RingRows<false> {
   static constexpr int kGroups = kRingForms[kForm].groups, kInner = kRingForms[kForm].inner, kBlocks = kGroups * kInner;
 
   std::uint32_t inside[kBlocks];
-  int block;  // the warp's first block of a slab
+  int block;  // index of the warp's first block in a slab
 
   CUTE_DEVICE void enter_strip(const RingParams& p, std::uint32_t, const RingUnit& unit,
                                const RingStrip<false>& strip) {
@@ -302,12 +307,12 @@ struct RingMasks : RingRows<false> {
   }
 };
 
-/// Masks of all blocks that a warp sees, in shared memory with a byte per lane. Their number varies, because more
-/// queries see the keys next to a border.
+/// Masks of the blocks that a warp of keys sees, in shared memory: a byte per block and lane. The number of blocks
+/// varies, because more queries see the keys at an edge of the layout.
 struct RingTable : RingRows<true> {
-  std::uint32_t table;  // address of the lane's first byte
-  int block;            // the warp's first block of a slab
-  int blocks, inner;    // number of blocks that the warp sees: in total, and per group
+  std::uint32_t table;  // address of the lane's byte for the first block
+  int block;            // index of the warp's first block in a slab
+  int blocks, inner;    // number of blocks of a slab that the warp sees: in total, and per group
 
   CUTE_DEVICE void enter_strip(const RingParams& p, std::uint32_t shared, const RingUnit& unit,
                                const RingStrip<true>& strip) {
@@ -335,14 +340,14 @@ struct RingTable : RingRows<true> {
     block = group * shape.group_blocks + first_inner;
     enter_rows(p, unit);
     table = shared + shape.masks + warp * shape.blocks * 32 + lane;
-    __syncwarp();  // the warp no longer reads the previous strip's masks
+    __syncwarp();  // all lanes have read the masks of the previous strip
     const RingInside<true> seen(p, unit, strip);
     std::uint32_t to = table;
     CUTE_NO_UNROLL
     for (int g = 0; g < groups; ++g) {
       CUTE_NO_UNROLL
       for (int i = 0; i < inner; ++i) {
-        // In the bit order of spread_bits.
+        // The bits are in the order that spread_bits requires.
         const std::uint32_t bits =
             seen.hidden(group + g, first_inner + i, [](int h, int element) { return 1u << (4 * h + 3 - element); });
         asm volatile("st.shared.u8 [%0], %1;" : : "r"(to), "r"(bits) : "memory");

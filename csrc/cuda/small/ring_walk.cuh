@@ -1,4 +1,5 @@
-// Main loops of the warps that move along a strip with a ring of slabs: TMA loader warps and compute warps.
+// Main loops of the warps of kernels with a ring (ring_shape.h): TMA loader warps and compute warps. The warps move
+// along a strip.
 #pragma once
 
 #include "cuda/small/products.cuh"
@@ -9,35 +10,37 @@
 
 namespace natten_jax::small {
 
-/// Warps that issue TMA loads.
+/// Number of warps that issue TMA loads.
 inline constexpr int kBoxLoaders = ring_loaders(RingLoads::kBoxes);
 
-/// Main loop of a loader warp: it loads its part of each slab and of each step's tiles, in the order in which steps
-/// need them. A single warp would issue a copy every 130 cycles, and a step needs up to 30 copies.
+/// Main loop of a TMA loader warp. It loads its part of each slab and of each step's tiles, in the order in which the
+/// steps need them. There are several loader warps, because a single warp would issue a copy only every 130 cycles, and
+/// a step needs up to 30 copies.
 template <class Params, int kHeadDim>
 CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, std::uint32_t shared,
                            RingBarriers<RingLoads::kBoxes, kLanesStore<Params>>& barriers) {
-  // With key biases, all lanes store them and one lane issues TMA loads; otherwise only that lane runs this.
+  // If loader warps store key biases, all of their lanes store biases, and one lane also issues the TMA loads.
+  // Otherwise, only this lane calls load_ring.
   constexpr bool kStores = kLanesStore<Params>;
   const bool is_loader = !kStores || threadIdx.x % 32 == 0;
   constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
   constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   const RingShape& shape = p.shape;
-  // The warp's array of slabs; it loads every second group of it.
+  // The warp loads every second group of one of the two arrays.
   const int first_group = warp / 2;
   const bool is_second = warp % 2 != 0;
   const int groups = (shape.groups - first_group + 1) / 2, group_bytes = shape.group_blocks * kBlockKeys * 2 * kHeadDim;
   const CUtensorMap& map = is_second ? p.slabs[1] : p.slabs[0];
   const std::uint32_t tiles = shared + shape.tiles;
-  // Statistics of queries are loaded along with the first array.
+  // Two of the four warps load the first array. They also load the statistics of queries.
   const int statistics_bytes = kOfKeys && !is_second ? shape.group_blocks * kBlockKeys * kStatisticsBytes : 0;
   const std::uint32_t statistics = shared + shape.statistics + first_group * statistics_bytes;
   shared += first_group * group_bytes + (is_second ? shape.array_bytes : 0);
-  [[maybe_unused]] const std::uint32_t first_bias = statistics;  // biases use the space of statistics
+  [[maybe_unused]] const std::uint32_t first_bias = statistics;  // biases are stored in place of statistics
   [[maybe_unused]] RingKeyBiasLoader<Params> biases(p, warp);
   RingPlace place;
   int turn = 0;
-  unsigned parities = 0;  // one bit per turn (RingShape::turns)
+  unsigned parities = 0;  // parities of the tiles' barriers: one bit per turn (RingShape::turns)
   for (int round = 0, number; (number = unit_of_round(p, round)) < p.units; ++round) {
     const RingUnit unit(p, number);
     const RingStrip<kOfKeys> strip(p, unit);
@@ -99,8 +102,8 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
             across += 2 * shape.wide;
           }
         }
-        // Without this, lanes that run ahead would wait for room for the next slab, and block the lane that issues TMA
-        // loads.
+        // Otherwise, lanes that run ahead would wait for a free slot for the next slab, and block the lane that issues
+        // TMA loads.
         if constexpr (kStores) __syncwarp();
         place.advance(shape.slots);
       }
@@ -108,12 +111,12 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
   }
 }
 
-/// Deferred steps of a unit, as a bit mask: a warp recomputes them after all other steps, because the main loop is
-/// short of registers.
+/// Deferred steps of a unit, as a bit mask. A warp recomputes them after all other steps of the unit, because the main
+/// loop is short of registers.
 template <RingLoads kLoads>
 class LateSteps {
  public:
-  /// Adds a step, by its index in the unit.
+  /// Adds a step. `place` is its index in the unit.
   CUTE_DEVICE void add(int place) { places_ |= Places{1} << place; }
 
   /// Calls `call(place)` with the index of each deferred step, and clears the mask.
@@ -134,21 +137,23 @@ class LateSteps {
   Places places_ = 0;  // one bit per step
 };
 
-/// A compute warp: its read addresses and barriers.
+/// A compute warp: its main loop, the addresses at which it reads slabs and tiles, and its barriers.
 template <class Element, int kHeadDim, class Params, class Masks, RingLoads kLoads>
 struct RingReader {
   static constexpr bool kRowsAreKeys = Masks::kRowsAreKeys;
   static constexpr bool kHasKeyBias = kLanesStore<Params>;
   static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
-  /// Releases a slab at the start of the next loop iteration, not at the end of the current one. For 13x13 windows on
-  /// 128x128 tokens, this changes the time on an H200 by -1.1% with heads of 64 and +2% with heads of 32. With key
-  /// biases and heads of 64, it changes the time by -0.4% in the forward pass, but by +1.5% in the backward pass.
+  /// If true, the warp releases a slab at the start of the next iteration of the loop over slabs, otherwise at the end
+  /// of the iteration that reads it. On an H200, windows of 13 x 13 on 128 x 128 tokens took 1.1% less time with late
+  /// releases and heads of 64, but 2% more time with heads of 32. With key biases and heads of 64, they took 0.4% less
+  /// time in the forward pass, but 1.5% more time in the backward pass.
   static constexpr bool kReleasesLate = kHeadDim == 64 && !kHasKeyBias;
-  /// Heads of 32 leave the warp without spare registers, so that cheap values are recomputed. Heads of 64 have fewer
-  /// warps, which wait for the end of each step, and more registers.
+  /// True if the main loop keeps values in registers instead of computing cheap ones again. With heads of 32, there are
+  /// no spare registers. With heads of 64, there are more registers and fewer warps, which wait for the end of each
+  /// step.
   static constexpr bool kHasSpareRegisters = kHeadDim == 64;
-  // Bytes of per-column data (statistics or key biases), and the number of columns between the data of two lanes.
-  // Biases are stored in the order in which lanes read them.
+  // Bytes of the data of a column (statistics or key biases), and number of columns between the data of two neighboring
+  // lanes. Biases are stored in the order in which lanes read them.
   static constexpr int kColumnBytes = kHasKeyBias ? kKeyBiasBytes / kBlockKeys : kStatisticsBytes;
   static constexpr int kColumnsOfLane = kHasKeyBias ? kBlockKeys / 4 : 2;
   static constexpr int kSteps = kHeadDim / 16, kRowBytes = 2 * kHeadDim, kBlockBytes = kBlockKeys * kRowBytes;
@@ -159,33 +164,34 @@ struct RingReader {
   std::uint32_t shared;
   Masks masks;
   std::uint32_t group_bytes;
-  // The lane's ldmatrix addresses of the warp's first block in the ring's first slab: `across` for products that sum
-  // over head elements, `along_rows` for products that sum over the block's rows.
+  // Addresses at which the lane reads the warp's first block in the ring's first slot with ldmatrix. `across` is for
+  // products that sum over head elements, and `along_rows` for products that sum over the block's columns.
   std::uint32_t across, along_rows;
-  std::uint32_t statistics;  // the lane's address of the first slab's column statistics
-  RingPlace place;           // slot of a step's first slab
+  std::uint32_t statistics;  // address at which the lane reads the data of this block's columns
+  RingPlace place;           // slot of the step's first slab
 
   CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }
 
-  /// Returns the byte offset of a block, among the blocks whose masks the warp holds in registers.
+  /// Returns the byte offset of a block, relative to the warp's first block. `block` is its index among the blocks
+  /// whose masks are in registers.
   CUTE_DEVICE std::uint32_t of_block(int block) const {
     return block % Masks::kInner * kBlockBytes + block / Masks::kInner * group_bytes;
   }
 
-  /// Returns the lane's address of the per-column data of a block, given the byte offsets of its slab and of the block.
-  /// The slab's offset is halved because it counts two arrays.
+  /// Returns the address at which the lane reads the data of a block's columns. `slab` is the byte offset of the slab's
+  /// slot, and `block` the byte offset of the block. `slab` is halved because it counts the bytes of two arrays.
   CUTE_DEVICE std::uint32_t statistics_of(std::uint32_t slab, std::uint32_t block) const {
     return statistics + (slab / 2 + block) / (kRowBytes / kColumnBytes);
   }
 
-  /// Loads one array of the warp's next tile.
+  /// Loads the warp's next tile from one array's buffer.
   CUTE_DEVICE RowOperand<Element, kHeadDim> load_tile(int array = 0) const {
     const int lane = threadIdx.x % 32, buffer = kTileArrays * ring_warp() + array;
     return RowOperand<Element, kHeadDim>::of_box(
         place_of_chunk<kHeadDim>(shared + p.shape.tiles + buffer * p.shape.tile_bytes, lane % 16, lane / 16));
   }
 
-  /// Returns a word that depends on all ldmatrix loads of a tile.
+  /// Returns a word that depends on all ldmatrix instructions that loaded `rows`.
   CUTE_DEVICE static std::uint32_t loaded(const RowOperand<Element, kHeadDim>& rows) {
     std::uint32_t result = 0;
     CUTE_UNROLL
@@ -193,17 +199,18 @@ struct RingReader {
     return result;
   }
 
-  /// Releases the tile's buffer to TMA. `loaded` combines words of all its loads: without this dependency the query
-  /// gradients of a tile mixed two tiles in one of 77 batch entries of 4 x 10 x 8 tokens with windows of
-  /// 4 x 5 x 8.
+  /// Releases the buffers of the warp's tile to the loader warps. `loaded` combines words from all loads of the tile.
+  /// Without this data dependency, a tile's query gradients were computed from two tiles. This was seen in one of 77
+  /// batch entries of 4 x 10 x 8 tokens with windows of 4 x 5 x 8.
   CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
-    std::uint64_t& has_room = barriers.has_room[ring_warp()];                // a shuffle: before lanes diverge
-    if (barriers.arrives() & loads_have_ended(loaded)) arrive_at(has_room);  // not &&: a branch costs more
+    // ring_warp() comes before lanes diverge, because it shuffles. && would generate a branch, which costs more than &.
+    std::uint64_t& has_room = barriers.has_room[ring_warp()];
+    if (barriers.arrives() & loads_have_ended(loaded)) arrive_at(has_room);
   }
 
-  /// Computes the products of a tile's rows with the rows of blocks. Accumulators start as `initial`, or with `kAdds`
-  /// keep their values. Instructions with the same accumulators are interleaved with the other blocks' to hide their
-  /// latency.
+  /// Computes the products of a tile's rows with the columns of blocks. Accumulators start as `initial`. With `kAdds`,
+  /// products are added to the values of `x` instead. Instructions with the same accumulators have to wait for each
+  /// other. They alternate with the instructions of other accumulators, to hide this latency.
   template <bool kAdds = false, int kCount>
   CUTE_DEVICE static void multiply_blocks(float (&x)[kCount][2][4], const RowOperand<Element, kHeadDim>& rows,
                                           const std::uint32_t (&addresses)[kCount], const float4& initial) {
@@ -225,7 +232,7 @@ struct RingReader {
     }
   }
 
-  /// o += weights * a block's rows.
+  /// Multiplies weights by a block's columns, and adds the products to `o`.
   CUTE_DEVICE static void add_block(float (&o)[kHeadDim / 8][4], const std::uint32_t (&a)[4], std::uint32_t address) {
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
@@ -240,13 +247,13 @@ struct RingReader {
     }
   }
 
-  /// Releases a slab that the next step does not see.
+  /// Releases a slab, unless the next step sees it. `next_first` is the first slab of the next step.
   CUTE_DEVICE void leave(int slab, int next_first, int slot) const {
     if (slab >= next_first) return;
     if (barriers.arrives()) arrive_at(barriers.empty[slot]);
   }
 
-  /// Releases all slabs before `end` without reading them.
+  /// Releases the slabs from `slab` to `end - 1` without reading them.
   CUTE_DEVICE void skip(int& slab, int end) {
     CUTE_NO_UNROLL
     for (; slab < end; ++slab) {
@@ -256,13 +263,13 @@ struct RingReader {
     }
   }
 
-  /// Processes all steps of the warp. It calls `own` to enter units, start steps, accumulate the visible part of each
-  /// slab, finish steps and leave units.
+  /// Processes all steps of the warp. Calls functions of `own` to enter a unit, start a step, add the visible part of
+  /// each slab, finish the step and leave the unit.
   template <class Own>
   CUTE_DEVICE void walk(Own& own) {
     const int beside = p.shape.beside[0] * p.shape.beside[1], turns = p.shape.turns(), own_turn = ring_warp() / beside,
               lane = threadIdx.x % 32;
-    int parity = 0, turn = 0;  // parity of the warp's tile barriers; the turn that takes a unit's first step
+    int parity = 0, turn = 0;  // parity of the tile's barriers; index of the turn that processes a unit's first step
     group_bytes = p.shape.group_blocks * kBlockBytes;
     for (int round = 0, number; (number = unit_of_round(p, round)) < p.units; ++round) {
       const RingUnit unit(p, number);
@@ -280,7 +287,7 @@ struct RingReader {
       CUTE_NO_UNROLL
       for (; step < unit.end; step += turns) {
         const int2 seen = next;
-        // The unit's last step releases all slabs.
+        // In the unit's last step, a warp releases all slabs.
         if constexpr (kHasSpareRegisters) {
           next = step + turns < unit.end ? along.of_step(step + turns) : make_int2(end, end);
         } else {
@@ -302,11 +309,11 @@ struct RingReader {
           at.advance(p.shape.slots);
           if (kHasSpareRegisters && of_slab < next.x) place = at;
         };
-        // A slab is released after a branch: inside the basic block that multiplies it, ptxas would schedule the
-        // arrival before products that wait for loads from the slab. It does not move products across a branch.
+        // A slab is released after a branch. In the basic block that multiplies the slab, ptxas would move the arrival
+        // before products that wait for loads from the slab. It does not move products across a branch.
         if constexpr (kReleasesLate) {
-          const int released = barriers.is_arriving() ? next.x : seen.x;  // this lane releases the slabs before this
-                                                                          // one
+          // The lane releases the slabs before `released`.
+          const int released = barriers.is_arriving() ? next.x : seen.x;
           bool was_last_use = false;
           int last_slot = 0;
           const auto release_last = [&] {

@@ -1,4 +1,5 @@
-// Columns of regions on both sides of a seam, at which a wrapped dimension continues at its other end.
+// Copies columns of regions that extend across a seam, the edge at which a wrapped dimension continues at its other
+// end.
 #pragma once
 
 #include "cuda/small/copies.cuh"
@@ -12,8 +13,8 @@ struct AroundItems : CtaItems {
   using CtaItems::CtaItems;
 };
 
-/// Copies columns into the layout of boxes with all threads: a seam may cut a box anywhere, and TMA fills elements
-/// outside of the array with zeros.
+/// Copies columns with all threads, in the shared memory layout of TMA boxes. TMA cannot load these boxes: a seam may
+/// divide a box anywhere, and TMA fills elements outside of the array with zeros.
 template <int kHeadDim>
 struct SeamCopy {
   static constexpr int kChunks = kHeadDim / 8;
@@ -21,7 +22,8 @@ struct SeamCopy {
 
   CUTE_DEVICE SeamCopy(int heads, int, int) : token_bytes(heads * 2 * kHeadDim) {}
 
-  /// Starts to copy a region's columns of two arrays: `first` and `second` are the addresses of an item's first rows.
+  /// Starts to copy a region's columns from two arrays. `first` and `second` are the addresses of the item's first row
+  /// in these arrays.
   CUTE_DEVICE void box(const Tables& tables, const void* first, const void* second, std::uint32_t stage) const {
     const int chunk = threadIdx.x % kChunks;
     const char* const of_first = static_cast<const char*>(first) + chunk * 16;

@@ -13,18 +13,18 @@ constexpr int kThreads = 256, kLoads = 8;
 
 struct SinksGradientParams {
   const float* sinks;        // [batch_of_sinks, heads]
-  const float* logsumexp;    // [batch, queries, heads], including the sinks
-  const float4* statistics;  // [batch, queries, heads], including the sinks
+  const float* logsumexp;    // [batch, queries, heads]; includes the sinks
+  const float4* statistics;  // [batch, queries, heads]; include the sinks
   float* parts;              // [batch_of_sinks, next_sinks / filled_heads, filled_heads]
-  std::int64_t rows;         // queries that share a set of sinks
-  std::int64_t next_sinks;   // distance between the parts of two batch entries' sinks
+  std::int64_t rows;         // number of queries per head that have the same sink
+  std::int64_t next_sinks;   // distance in numbers between the parts of consecutive batch entries of `sinks`
   int heads, filled_heads;
-  int heads_of_cta, rows_of_cta;  // heads and rows that a CTA handles at once; rows_of_cta is a power of two
+  int heads_of_cta, rows_of_cta;  // numbers of heads and rows that a CTA handles at once; rows_of_cta is a power of two
   int rows_of_part;
 };
 
-/// Computes parts of the gradient. A CTA handles some heads of a part of the queries, a thread one head of every few
-/// queries, so that neighboring threads read neighboring memory.
+/// Computes parts of the gradient. A CTA handles some heads of one part of the queries. Each of its threads handles one
+/// head, and only every `rows_of_cta`-th query, so that neighboring threads read neighboring memory.
 __global__ void __launch_bounds__(kThreads, 2)
     natten_jax_small_sinks_gradient(const __grid_constant__ SinksGradientParams p) {
   __shared__ float sums[kThreads];
@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (head < p.heads && of_row < p.rows_of_cta) {
     const float sink = p.sinks[blockIdx.x * p.heads + head];
     const auto share = [&](float logsumexp, float delta) {
-      // Weights are 0 if a query sees neither keys nor a sink, and in padding, whose delta is arbitrary.
+      // The weight is 0 if a query sees neither keys nor a sink. This includes the queries in padding, whose delta is
+      // arbitrary.
       return logsumexp == -INFINITY ? 0.f : fast_exp2(at_most_zero((sink - logsumexp) * kLog2E)) * delta;
     };
     const std::int64_t step = std::int64_t{p.rows_of_cta} * p.heads, at = (own + first + of_row) * p.heads + head;
@@ -44,7 +45,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const float* delta = &p.statistics[at].y;
     int rows = (static_cast<int>(end - first) - of_row + p.rows_of_cta - 1) / p.rows_of_cta;
     for (; rows >= kLoads; rows -= kLoads) {
-      // Issue all loads before the first use: one at a time, 200,704 queries of two heads took 16 microseconds.
+      // Issue all loads before the first use. With one load at a time, 200,704 queries of two heads took 16
+      // microseconds.
       float a[kLoads], b[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     if (of_row < half) sums[threadIdx.x] += sums[threadIdx.x + half * p.heads_of_cta];
   }
-  // Negative, because a sink reduces all other weights without adding a value.
+  // The gradient is negative, because a sink reduces all other weights without adding a value.
   if (of_row == 0 && head < p.filled_heads) {
     p.parts[blockIdx.x * p.next_sinks + blockIdx.y * p.filled_heads + head] = -sums[threadIdx.x];
   }
@@ -79,8 +81,8 @@ __global__ void __launch_bounds__(kMostSumThreads) natten_jax_small_sinks_sums(c
 }  // namespace
 
 cudaError_t launch_sums_of_sinks(const SinksParams& params, bool overlaps, cudaStream_t stream) {
-  // At most one thread per chunk: a small CTA fits on an SM next to the previous kernel's CTAs, and waits there for its
-  // end (PDL).
+  // At most one thread per chunk. A small CTA fits on an SM next to CTAs of the previous kernel, and waits there until
+  // this kernel ends (PDL).
   const int chunks = (params.parts_of_sink + kEntriesOfChunk - 1) / kEntriesOfChunk;
   const int threads = std::clamp(static_cast<int>(divide_up(chunks, 32)) * 32, 32, kMostSumThreads);
   const int shared_memory = threads / 32 * static_cast<int>(sizeof(float));

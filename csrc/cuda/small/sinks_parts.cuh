@@ -1,6 +1,6 @@
-// Partial gradients of sinks, from kernels that own queries. For each of its rows, a warp multiplies the sink's softmax
-// weight by delta. It writes the sum over its rows for each item. Later, these partial sums are added up in a fixed
-// order.
+// Parts of the gradient of sinks, from kernels that own queries. For each of its rows, a warp multiplies the sink's
+// softmax weight by delta. For each item, it writes the sum over its rows, which is a part. Later, the parts of each
+// sink are added up in a fixed order.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -9,7 +9,7 @@
 
 namespace natten_jax::small {
 
-/// Returns the address of the warp's partial sum for an item.
+/// Returns the address of the warp's part for an item.
 CUTE_DEVICE float* part_of_sink(const BackwardParams& p, const Item& item) {
   const SinksParams& sinks = p.sinks;
   const std::int64_t of_item = sinks.are_of_all ? item.head * sinks.next_sink + std::int64_t{item.batch} * sinks.tiles
@@ -17,7 +17,7 @@ CUTE_DEVICE float* part_of_sink(const BackwardParams& p, const Item& item) {
   return sinks.parts + of_item + blockIdx.x * p.region.warps + threadIdx.x / 32;
 }
 
-/// Zeroes the warp's partial sums, which stay zero for tiles without queries.
+/// Zeroes the warp's parts, which stay zero if its tile has no queries.
 template <class Items>
 CUTE_DEVICE void clear_parts_of_sinks(const BackwardParams& p, const Items& items) {
   if (p.sinks.parts == nullptr) return;
@@ -25,19 +25,19 @@ CUTE_DEVICE void clear_parts_of_sinks(const BackwardParams& p, const Items& item
   __syncwarp();
 }
 
-/// An item's sink, loaded early: a load at its use would stall the warp.
+/// The sink of an item. It is loaded early, because a load directly before its use would stall the warp.
 class ItemSink {
  public:
   CUTE_DEVICE ItemSink(const BackwardParams& p, const Item& item) {
     if (p.sinks.parts != nullptr) sink_ = __ldg(p.sinks.sinks + (p.sinks.are_of_all ? item.head : item.number(p)));
   }
 
-  /// Writes the warp's partial sum for the item. Rows without visible keys and sinks add zero.
+  /// Writes the warp's part for the item. Rows that see neither keys nor a sink add zero.
   ///
   /// Args:
-  ///   at: indices of the lane's two rows; negative: outside.
-  ///   logsumexp: of these rows, in base 2.
-  ///   delta: of these rows, each one stored twice.
+  ///   at: indices of the lane's two rows; negative if a row is outside of the layout.
+  ///   logsumexp: logsumexp of these rows, in base 2.
+  ///   delta: delta of these rows; each number is stored twice.
   CUTE_DEVICE void write_part(const BackwardParams& p, const Item& item, const int (&at)[2],
                               const float (&logsumexp)[2], const float (&delta)[4]) const {
     if (p.sinks.parts == nullptr) return;
@@ -47,7 +47,7 @@ class ItemSink {
       const bool has_weights = at[r] >= 0 && logsumexp[r] != -INFINITY;
       sum += has_weights ? fast_exp2(at_most_zero(base2_logsumexp(sink_) - logsumexp[r])) * delta[2 * r] : 0.f;
     }
-    // Four lanes share a row; sum over the eight rows' lanes.
+    // Four lanes hold the same two rows. Add up the numbers of the eight sets of such lanes.
     CUTE_UNROLL
     for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (threadIdx.x % 32 == 0) *part_of_sink(p, item) = sum;
@@ -57,17 +57,17 @@ class ItemSink {
   float sink_ = 0.f;
 };
 
-/// Chunks of four parts that a thread has in flight.
+/// Number of chunks, of four parts each, that a thread loads at once.
 constexpr int kQuadsAtOnce = 4;
 
-/// Adds up the parts of each sink, if the kernel computes their gradient; the sinks are distributed over the CTAs. All
-/// threads have to call it, after all other uses of shared memory. Not inlined, because that would change the register
-/// allocation of the calling kernel.
+/// Adds up the parts of each sink, if the kernel is the one that computes the gradient of sinks. The sinks are
+/// distributed over the CTAs. All threads have to call it, after all other uses of shared memory. Not inlined, because
+/// inlining changes the register allocation of the calling kernel.
 ///
 /// Args:
 ///   p: parameters.
-///   of_warps: shared memory for one sum per warp. It must not overlap with barriers, which have to be invalidated
-///     before their memory is reused: when a CTA was preempted, an old barrier overwrote a sum.
+///   of_warps: shared memory for one sum per warp. It must not overlap with mbarriers, which would have to be
+///     invalidated first: when a CTA was preempted, an old mbarrier overwrote a sum.
 __device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of_warps) {
   if (p.gradient == nullptr) return;
   const std::int64_t ctas = std::int64_t{gridDim.x} * gridDim.y;
@@ -77,7 +77,7 @@ __device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of
     const int quads = p.parts_of_sink / 4;
     float sum = threadIdx.x < p.parts_of_sink % 4 ? load_written(parts + 4 * quads + threadIdx.x) : 0.f;
     for (int first = threadIdx.x; first < quads; first += kQuadsAtOnce * blockDim.x) {
-      // Issue all loads before the first use: one at a time, 12,544 numbers took 35 microseconds.
+      // Issue all loads before the first use. With one load at a time, 12,544 numbers took 35 microseconds.
       float4 quad[kQuadsAtOnce];
       CUTE_UNROLL
       for (int i = 0; i < kQuadsAtOnce; ++i) {
@@ -97,7 +97,7 @@ __device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of
     float all = threadIdx.x < blockDim.x / 32 ? of_warps[threadIdx.x] : 0.f;
     CUTE_UNROLL
     for (int distance = 16; distance > 0; distance /= 2) all += __shfl_xor_sync(0xffffffffu, all, distance);
-    // Negative, because a sink reduces all other weights without adding a value.
+    // The gradient is negative, because a sink reduces all other weights without adding a value.
     if (threadIdx.x == 0) p.gradient[sink] = -all;
   }
 }

@@ -1,4 +1,4 @@
-// Gradient of a relative bias: sums of the records of tiles, in order.
+// Gradient of a relative bias: adds up the records of tiles (bias_table.h) in a fixed order.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -9,17 +9,18 @@
 
 namespace natten_jax::small {
 
-/// Maximum threads of a CTA.
+/// Maximum number of threads per CTA.
 inline constexpr int kTableThreads = 256;
 
-/// Returns the bytes of shared memory for the sums of the runs of tiles that a CTA adds up at a time: at least one run.
+/// Returns the bytes of shared memory for the sums of runs of tiles. They suffice for all runs that a CTA adds up at a
+/// time, and for at least one run.
 constexpr int bytes_of_runs(int record) {
   constexpr int kMostRuns = 12, kMostBytes = 32 * 1024;
   const int run = static_cast<int>(sizeof(float)) * record, runs = kMostBytes / run;
   return run * (runs < 1 ? 1 : runs > kMostRuns ? kMostRuns : runs);
 }
 
-/// True if a tile has queries; `tile` is TilePlan::number.
+/// True if the tile with index `tile` (TilePlan::number) has queries.
 CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
   bool result = true;
   CUTE_UNROLL
@@ -33,24 +34,27 @@ CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
   return result;
 }
 
-/// A CTA adds up a part of the tiles of a batch entry and head. Consecutive tiles whose records begin at the same
-/// offsets form a run, like most tiles of a line: their records are added up elementwise, and the table's entries are
-/// located once per run.
+/// Adds up the records of tiles. A CTA handles some of the tiles of a batch entry and head. A run is a sequence of
+/// consecutive tiles whose records begin at the same offsets; this holds for most tiles of a line. The records of a run
+/// are added up element by element. Then the sums are added to the table's entries, whose positions have to be computed
+/// only once per run.
 __global__ void __launch_bounds__(kTableThreads)
     natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
   static_assert(kTilesOfSum == 32, "a lane of a warp each, and a bit of a word");
-  // Tiles loaded at a time, four numbers of each; their first loads overlap with the loads of the headers.
+  // Number of tiles whose records a thread loads at a time, four numbers per tile. The first loads overlap with the
+  // loads of the headers.
   constexpr int kAtOnce = 8;
   constexpr unsigned kAll = 0xffffffff;
   extern __shared__ float4 runs[];
-  // Smallest offsets of tiles, and the distance in numbers from the table's first entry to the record's first number.
+  // For each tile: its smallest offsets, and the distance in numbers from the table's first entry to the entry of the
+  // record's first number.
   __shared__ int4 least_offset[kTilesOfSum];
   const std::int64_t item = blockIdx.x, numbers = p.record + kRecordHeader;
   const int first_tile = blockIdx.y * kTilesOfSum, count = min(kTilesOfSum, p.tiles - first_tile);
   const float* const records = p.records + (item * p.tiles + first_tile) * numbers;
   const int lane = threadIdx.x % 32, own_tile = min(lane, count - 1);
   const int4 header = *reinterpret_cast<const int4*>(records + own_tile * numbers + p.record);
-  // A tile without queries has not written a record: its offsets match no entry.
+  // A tile without queries has not written a record. Its smallest offset is set to a value that matches no entry.
   const bool is_written = has_queries(p, first_tile + own_tile);
   const unsigned written = __ballot_sync(kAll, is_written);
   const int chunks = p.record / kEntriesOfChunk, next_tile = static_cast<int>(numbers) / kEntriesOfChunk;
@@ -79,7 +83,7 @@ __global__ void __launch_bounds__(kTableThreads)
   const unsigned begins = __ballot_sync(kAll, begins_one);
   float* const sums = p.sums + (std::int64_t{blockIdx.y} * gridDim.x + item) * p.entries;
   for (int first = 0, end = 0; first < count; first = end) {
-    // Find the end of the last run whose sums fit in shared memory.
+    // Find the end of the last run whose sums still fit in shared memory.
     for (int all = 0; end < count && (all += begins >> end & 1) <= most_runs; ++end) {
     }
     for (int chunk = own_chunk; chunk < chunks; chunk += blockDim.x) {
