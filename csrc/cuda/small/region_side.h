@@ -13,7 +13,7 @@ namespace natten_jax::small {
 /// most this many.
 constexpr std::int64_t kMostLookedAt = 1024;
 
-/// A dimension of a problem, in a kernel whose rows are queries or keys.
+/// A dimension of a problem, as a kernel divides it into rows and columns: queries and keys, or the reverse.
 struct Side {
   const Axis& axis;
   bool rows_are_keys;
@@ -22,7 +22,7 @@ struct Side {
   /// True unless the arrays cover the complete layout.
   bool has_origins() const { return places != Places::kComplete; }
 
-  /// Numbers of rows and columns of the longest dilation group in the arrays.
+  /// Numbers of the arrays' rows and columns that belong to the longest dilation group.
   std::int64_t rows() const { return of_group((rows_are_keys ? axis.kv : axis.query).local_extent); }
   std::int64_t columns() const { return of_group((rows_are_keys ? axis.query : axis.kv).local_extent); }
 
@@ -70,8 +70,8 @@ struct Side {
   std::int64_t seen_at_ends(std::int64_t tile, std::int64_t tiles) const {
     const Window& window = axis.window;
     const std::int64_t count = tile * tiles, longest = of_group(axis.kv.extent);
-    // At its ends, a layout of more than `all_kinds` tokens has the same numbers as some layout of at most `all_kinds`
-    // tokens.
+    // Layouts longer than `all_kinds` are not enumerated: near their ends, as many queries see a key as in some shorter
+    // layout.
     const std::int64_t all_kinds = 2 * ends() + count * (window.stride + 3);
     const bool looks_at_all =
         places == Places::kOfEntries && axis.kv.local_extent == axis.kv.extent && all_kinds <= kMostLookedAt;
@@ -134,7 +134,7 @@ struct Side {
   }
 };
 
-/// The dimensions of a problem, in a kernel whose rows are queries or keys.
+/// The dimensions of a problem, as a kernel divides them into rows and columns.
 struct Sides {
   Side of[kRank];
 

@@ -8,9 +8,9 @@
 namespace natten_jax::small {
 
 /// Sums of logit gradients over the queries of each warp's tile. Every number of a tile's record (bias_table.h) has two
-/// sums. One is over the queries whose gradients are stored in place. The other one is over late queries, whose
-/// gradients are stored one number later (TilePlan::late_rows). In accumulator order, the sums of numbers n and n + 8
-/// are adjacent. After a warp's sums, shared memory has the smallest offsets of its tile.
+/// sums: a sum over the queries whose gradients are stored in place, and a sum over late queries, whose gradients are
+/// stored one number later (TilePlan::late_rows). In accumulator order, the sums of numbers n and n + 8 are adjacent.
+/// After a warp's sums, shared memory has the smallest offsets of its tile.
 class RegionSums {
  public:
   CUTE_DEVICE RegionSums(const WholeBiasParams& p, char* raw) : p_(p), raw_(raw) {}
@@ -42,8 +42,8 @@ class RegionSums {
     uint4 c = load_chunk(sums);
     CUTE_NO_UNROLL
     for (int i = region.record / kRecordStep; i > 0; --i) {
-      // Only columns 0 and 1 of the product are used: the sums over rows in place and over late rows. The first one of
-      // each four lanes has these columns.
+      // Only columns 0 and 1 of the product are used: the sums over rows that are stored in place, and over late rows.
+      // The first lane of every four lanes has these columns.
       float d[4];
       HalfInstruction<Element>::fma(d[0], d[1], d[2], d[3], r[0], r[2], r[1], r[3], b[0], b[1], __uint_as_float(c.x),
                                     __uint_as_float(c.y), __uint_as_float(c.z), __uint_as_float(c.w));
@@ -79,8 +79,8 @@ class RegionSums {
       int offset[kRank];
       const bool is_offset = p_.table_box.split(entry, offset);
       float result = 0.f;
-      // Not unrolled: each instruction executes only once or twice, so that fetching the unrolled instructions would
-      // take half of the time.
+      // Not unrolled: each instruction would execute only once or twice, so that instruction fetches would take half of
+      // the time.
       CUTE_NO_UNROLL
       for (int i = 0; i < warps; ++i) {
         const int4 least = *reinterpret_cast<const int4*>(least_of(i));

@@ -7,11 +7,11 @@
 namespace natten_jax::small {
 namespace {
 
-/// Maximum number of chunks into which the items of a region are divided, the limit of gridDim.y.
+/// Maximum number of chunks into which the items of a region are divided. It is the limit of gridDim.y.
 constexpr std::int64_t kMostChunks = 65535;
 
-/// Maximum number of rounds in which CTAs fill all SMs. Every CTA computes a plan, and with more rounds these plans
-/// would take too much time.
+/// Maximum number of rounds. In each round, CTAs fill all SMs once. Every CTA computes a plan, and with more rounds
+/// these plans would take too much time.
 constexpr int kMostRounds = 4;
 
 /// Cost model of the work on an SM. Costs are times in nanoseconds, unless a field is described otherwise.
@@ -22,7 +22,7 @@ struct Costs {
   double exposed;  ///< Relative extra time of `column` and `item` on an SM with a single CTA that has a single stage.
   double waiting;  ///< Factor on the time of a tile if its warp is the only one on the SM.
   double uneven;   ///< Weight of the imbalance of warps between the four partitions of an SM.
-  double staged;   ///< Overlap of loads with work due to a second stage, relative to the overlap due to another CTA.
+  double staged;   ///< Effect of a second stage on the overlap of loads, relative to the effect of another CTA.
   double plan;     ///< Time of a plan, per warp of the CTA.
   double of_64;    ///< Factor on `tile` and `pair` for heads of 64.
   double of_128;   ///< Factor on `tile` and `pair` for heads of 128.
@@ -34,10 +34,10 @@ struct Costs {
 constexpr double kLaunch = 2300;
 
 /// Returns the costs of a kernel. They were fitted to the times of 9,300 regions of 26 problems on an H200. For the
-/// best region of a problem, the prediction is off by at most 10% for most problems, and by at most 30% for all of
-/// them. The chosen regions took 2% longer than the best ones on average, and at most 13% longer. The costs of the
-/// forward kernel with boxes were fitted again later. With the new costs, causal windows of 128 keys take 93 instead of
-/// 99 microseconds.
+/// best region of each problem, the estimated time is off by at most 30%, and for most problems by at most 10%. The
+/// chosen regions took 2% longer than the best ones on average, and at most 13% longer. The costs of the forward kernel
+/// with boxes were fitted again later. With the new costs, causal windows of 128 keys take 93 instead of 99
+/// microseconds.
 constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
@@ -82,8 +82,8 @@ constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 /// Costs of per-entry layouts, measured with a batch of four images on an H200. Half of the tokens were padding.
 /// - kRealItems: fraction of a CTA's items that are not padding.
 /// - kPlansOfEntries: number of plans of a CTA.
-/// - kLook: extra time of a plan, in nanoseconds, if the SM has a single CTA. The CTA examines its batch entries, and
-///   waits for its first loads.
+/// - kLook: extra time of a plan, in nanoseconds, if the SM has a single CTA. In this time, the CTA examines its batch
+///   entries, and waits for its first loads.
 constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kLook = 5000;
 
 /// Returns the cost of an additional plan as a multiple of the time of a plan. A group of batch entries needs an
@@ -136,8 +136,8 @@ struct CtaTime {
                  unevenness = std::ceil(warps / 4) * 4 / warps - 1;
     const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
     // If its warp is the only one on the SM, a tile takes about `waiting` times as long as with many warps. In the
-    // kernel of whole layouts, sums for a relative bias take so much memory that only few warps fit. Without a relative
-    // bias, there are always enough warps.
+    // kernel of whole layouts, a relative bias may leave room for few warps only, because of the shared memory for its
+    // sums. Without a relative bias, there are always enough warps.
     const bool may_wait = kernel == Kernel::kWholeGradient && region.record > 0;
     const double alone = may_wait
                              ? std::hypot(1., kWaitingOfWhole / warps) / std::hypot(1., kWaitingOfWhole / kEnoughWarps)

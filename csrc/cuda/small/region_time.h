@@ -26,7 +26,7 @@ double estimate(Kernel kernel, int head_dim, Places places, const Region& region
 /// plans. With more items, other SMs wait longer for the last CTA, on average for half of a CTA's time.
 ///
 /// Args:
-///   items: total number of items of all regions, including those of padding.
+///   items: total number of items of all regions, including items of padding.
 std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, const Device& device, std::int64_t items);
 
 /// Estimates the time of the launches that compute gradients of additional tokens, in nanoseconds.

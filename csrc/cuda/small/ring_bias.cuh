@@ -71,8 +71,8 @@ class RingRelativeBias<Params, true> {
 
   CUTE_DEVICE RingRelativeBias(const Params& p, std::uint32_t shared) : p_(p), shared_(shared) {}
 
-  /// Starts a unit (RingUnit). If no table in shared memory is for this unit, fills all tables. All compute warps have
-  /// to call it for all units, because they fill the tables together.
+  /// Starts a unit (RingUnit). If shared memory has no table for this unit, fills all tables. All compute warps have to
+  /// call it for all units, because they fill the tables together.
   template <class Masks>
   CUTE_DEVICE void enter(const RingUnit& unit, const Masks& masks) {
     const int table = units_ % p_.bias.tables;
@@ -81,8 +81,8 @@ class RingRelativeBias<Params, true> {
     const RingShape& shape = p_.shape;
     const int column = threadIdx.x % 4 * 2, wide_shift = logarithm(shape.wide);
     const RingStrip<kRowsAreKeys> strip(p_, unit);
-    // Coordinates of the lane's first column in the warp's first block. Along the strip, the slab is assumed to begin
-    // at the first token of the layout.
+    // Coordinates of the lane's first column in the warp's first block of a slab. Along the strip, this slab is assumed
+    // to begin at the first token of the layout.
     const int group = masks.block / shape.group_blocks, inner = masks.block - group * shape.group_blocks,
               behind = column >> wide_shift;
     const bool is_thick = shape.thick > 1;

@@ -17,8 +17,8 @@ namespace natten_jax::small {
 /// Bytes of a table entry.
 inline constexpr int kRingEntryBytes = 4;
 
-/// Returns the number of entries of a line, including padding. Of the lines with the fewest bank conflicts, it is the
-/// shortest one.
+/// Returns the number of entries of a line, including padding. It is the smallest number with the fewest bank
+/// conflicts.
 inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
   constexpr std::int64_t kBanks = 32;
   const OffsetTable offsets = offset_table(problem.axes);
@@ -51,9 +51,9 @@ inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
 struct RingBias {
   int entries;             ///< Number of entries of a table.
   int tables;              ///< Number of tables in shared memory.
-  int pitch[kRank];        ///< For each dimension of the shape: distance in bytes between consecutive offsets. In
-                           ///< dimension 0, it is the size of an entry.
-  int given_pitch[kRank];  ///< The same distances, for each dimension of the problem.
+  int pitch[kRank];        ///< For each dimension of the shape: distance in bytes between the entries of
+                           ///< consecutive offsets. In dimension 0, it is the size of an entry.
+  int given_pitch[kRank];  ///< For each dimension of the problem: the distance in `pitch`.
   int first;               ///< Byte offset of the first table. Warps read the margin before it only for hidden (masked
                            ///< out) pairs of a query and a key.
   int center;              ///< Byte offset of the first table's entry for offset zero.
@@ -70,8 +70,8 @@ struct RingBias {
     // For windows of 13 x 13, five tables take 12.5 kB. For comparison, a slab of queries and dO takes up to 30 kB.
     constexpr std::int64_t kMostTables = 5, kBytesOfTables = 14 * 1024;
     const OffsetTable offsets = offset_table(axes);
-    // Extents in columns: in dimensions 0 and 1, of the blocks of a slab that a warp multiplies, even if its rows do
-    // not see all of their columns; in dimension 2, of a slab.
+    // Extents in columns. In dimensions 0 and 1: of the blocks of a slab that a warp multiplies, including columns that
+    // none of its rows sees. In dimension 2: of a slab.
     const RingForm form = kernel == Kernel::kKeyValueGradient ? RingForm{1, 1} : kRingForms[shape.form];
     const int high = kBlockKeys / shape.wide,
               extent[kRank] = {form.groups * shape.wide, shape.thick > 1 ? 1 : form.inner * high, shape.thick};

@@ -134,8 +134,8 @@ class RingChunks {
     }
   }
 
-  /// Values that are the same for all slabs of a unit. The columns of a block extend in dimension 0 of the shape, and
-  /// in dimension 2 if slabs are thick (RingShape::thick), otherwise in dimension 1.
+  /// Values that are the same for all slabs of a unit. A block extends in two dimensions of the shape: in 0 and 2 if
+  /// slabs are thick (RingShape::thick), and in 0 and 1 otherwise.
   struct Slabs {
     const char* from;     // address of the lane's chunk for the head's first token
     const float4* known;  // statistics of the head's first token
@@ -166,12 +166,12 @@ class RingChunks {
     std::uint32_t to;
   };
 
-  /// Copies one of a slab's two arrays. Columns outside of the layout are set to zero.
+  /// Copies a slab of this warp's array. Columns outside of the layout are set to zero.
   CUTE_DEVICE void copy_slab(const Slabs& slabs, int first_column, int slot) const {
     const RingShape& shape = p_.shape;
     const bool is_thick = shape.thick > 1;
-    // If a slab that is not thick lies outside of the layout, all of its columns are set to zero: they get negative
-    // coordinates.
+    // A slab that is not thick may lie outside of the layout. Its columns then get negative coordinates, so that they
+    // are set to zero.
     const bool is_outside = !is_thick && static_cast<unsigned>(first_column) >= static_cast<unsigned>(along_.length());
     const int token = slabs.first_token + first_column * p_.pitch[2];
     const NextBlock first{is_outside ? -shape.wide * shape.groups : slabs.across,

@@ -1,7 +1,8 @@
 // Forward neighborhood attention with a ring of keys and values (ring_shape.h). A CTA moves along a strip of the
-// layout. A few loader warps prefetch slabs of keys and values. Each compute warp owns 16 queries, and multiplies them
-// by the keys of a slab that they see. Compute warps wait for each other only to fill the tables of a relative bias.
-// Before loader warps reuse the memory of a slab, they wait until all compute warps have released the slab.
+// layout. A few loader warps prefetch slabs of keys and values. Each compute warp owns 16 queries, and processes the
+// keys and values of each slab that these queries see. Compute warps wait for each other only to fill the tables of a
+// relative bias. Before loader warps reuse the memory of a slab, they wait until all compute warps have released the
+// slab.
 //
 // Softmax weights are computed relative to a fixed reference logit instead of the maximum, as in forward.cuh. The
 // reference is 0 in bfloat16. In float16, it is a logit in the middle of the window.
@@ -71,7 +72,7 @@ struct RingForward {
     }
   }
 
-  /// Adds the keys and values of a slab that the tile's queries see to the tile's sums.
+  /// Adds a slab to the tile's sums: the keys and values that the tile's queries see.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     auto biases = bias.of_slab();
     add_blocks<0>(slab, hidden_of_slab, biases);
@@ -126,9 +127,9 @@ struct RingForward {
                               : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
   }
 
-  /// Adds a sink to the sums of the lane's two rows, and writes the logsumexp of these rows. Of the four lanes that
-  /// share two rows, the first lane writes the logsumexp of the first row, and the second lane that of the second row.
-  /// Sets `of_rows` to the factors by which these rows' sums of weighted values have to be multiplied.
+  /// Adds a sink to the sums of the lane's two rows, and writes the logsumexp of these rows. Four lanes share the two
+  /// rows: the first lane writes the first row's logsumexp, and the second lane the second row's. Sets `of_rows` to the
+  /// factors by which these rows' sums of weighted values have to be multiplied.
   CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], float (&sums)[2],
                                     const float (&shifts)[2], float sink, float (&of_rows)[2]) const {
     // Add the sink as one more weight, if no digits are lost. Forward passes took 4% longer when sinks were always

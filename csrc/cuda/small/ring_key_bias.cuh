@@ -134,8 +134,8 @@ struct RingKeyBiasOfColumns<true> {
   template <class Params>
   CUTE_DEVICE RingKeyBiasOfColumns(const Params& p, const RingUnit& unit) : p(p), biases(p, p.key_bias, unit) {}
 
-  /// Adds the biases of a block to its visible products. The arguments are those of the callback of
-  /// RingTile::for_blocks.
+  /// Adds the biases of a block to its visible products. RingTile::for_blocks passes the arguments `token`, `across`
+  /// and `is_seen`.
   template <class Seen>
   CUTE_DEVICE void add(float (&x)[2][4], int token, int across, const Seen& is_seen) const {
     CUTE_UNROLL

@@ -30,8 +30,9 @@ struct RingParams {
   const void* query;
   const void* key;
   const void* value;
-  // TMA tensor maps: per array of rows, with a warp's tile as box; and per array of columns, with a group's part of a
-  // slab as box.
+  // TMA tensor maps.
+  // - tiles: for each array of rows; a box is a warp's tile.
+  // - slabs: for each array of columns; a box is the part of a slab that belongs to one group.
   CUtensorMap tiles[3], slabs[2];
 };
 

@@ -73,7 +73,7 @@ struct RingQueryGradient {
     for (int i = 0; i < kHeadDim / 2; ++i) gradient[i / 4][i % 4] = 0.f;
   }
 
-  /// Adds the keys of a slab that the tile's queries see to the tile's gradient.
+  /// Adds a slab to the tile's gradient: the keys that the tile's queries see.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) { add_blocks<0>(slab, hidden_of_slab); }
 
   template <int kFirst>

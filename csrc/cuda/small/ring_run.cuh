@@ -1,4 +1,4 @@
-// Entry point of kernels with a ring (ring_shape.h): starts the loader warps and compute warps.
+// Entry point of kernels with a ring (ring_shape.h): divides the warps of a CTA into loader warps and compute warps.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -20,15 +20,15 @@ struct RingCosts {
   double tile;        ///< Fixed time of a tile.
   double slab;        ///< Time of a tile per slab that it sees.
   double block;       ///< Time of a tile per block that it sees.
-  double of_waiting;  ///< Fewer warps hide less latency: exponent of the ratio of possible to actual warps in a factor
-                      ///< on the time of tiles.
+  double of_waiting;  ///< The time of a tile is multiplied by (possible warps / actual warps)^of_waiting, because
+                      ///< fewer warps hide less latency.
   double first;       ///< Fixed time of a CTA's first segment. The time to load the slabs of its first step is added.
   double next;        ///< Fixed time of each later segment.
-  double waits;       ///< Fraction of the time to load its first slabs that a later segment waits for. The previous
+  double waits;       ///< A later segment waits for this fraction of the time to load its first slabs. The previous
                       ///< segment hides the rest.
   double of_strip;    ///< Time per loaded slab, however many tiles see it: all warps have to release it.
-  double of_slowest;  ///< Warps wait for the busiest warp of a strip: exponent of the ratio of its blocks to the
-                      ///< average number of blocks of a warp, in a factor on `block`.
+  double of_slowest;  ///< `block` is multiplied by (blocks of a strip's busiest warp / average blocks of a
+                      ///< warp)^of_slowest.
 };
 
 /// Costs with slabs that TMA loads. They were fitted to the times of 5,700 launches of 200 problems on an H100. 90% of
@@ -92,8 +92,8 @@ bool is_compiled_with_biases(const Problem& problem, RingLoads loads) {
 /// Time of an almost empty launch, in nanoseconds, and bytes of slabs that a CTA loads per nanosecond.
 constexpr double kLaunch = 3000, kBytes = 50;
 
-/// Factor on the estimates of rings with chunk loads. It makes sure that a ring is chosen only if it is faster by more
-/// than the error of the estimates: those of regions were fitted to code that loads boxes.
+/// Factor on the estimates of rings with chunk loads. A ring is then chosen only if it is faster by more than the error
+/// of the estimates. There is an error because the estimates of regions were fitted to code that loads boxes.
 constexpr double kClearly = 1.05;
 
 /// Factor on the estimates of regions for key and value gradients. On an H100, rings were faster for 42 of 43 problems,
@@ -104,12 +104,12 @@ constexpr double kOfKeyGradients = 1.15;
 /// four problems took 1.12 to 1.26 times as long as estimated for regions.
 constexpr double kOfBiasedRegions = 1.15;
 
-/// Minimum number of keys in a window. With fewer keys, the fixed work per tile dominates. For example, the windows of
-/// NAT's first stage have 7 x 7 keys: on an H100, it took 60 microseconds with a ring, and 52 with regions.
+/// Minimum number of keys in a window. With fewer keys, the fixed work per tile dominates. For example, NAT's first
+/// stage, with windows of 7 x 7 keys, took 60 microseconds with a ring and 52 with regions on an H100.
 constexpr std::int64_t kLeastKeys = 100;
 
 /// Maximum number of keys in a window for which regions were timed against rings. For windows of 33 x 33 keys, costs
-/// that were fitted to smaller windows gave estimates that were shorter than those of the kernels for large windows.
+/// that were fitted to smaller windows gave shorter estimates than the cost model of the kernels for large windows.
 constexpr std::int64_t kMostKeysTimed = 400;
 
 /// Maximum extent of a dimension. There is a limit because all strips in a dimension are enumerated.
@@ -122,21 +122,25 @@ std::int64_t keys_of_window(const Problem& problem) {
   return keys;
 }
 
-/// True if windows extend along at most one dimension. Such problems have no rings, and rings were not timed for them.
-/// They also do not use the costs that were fitted to regions and rings in two and three dimensions. With the regions
-/// that these costs chose, the gradients of causal windows of 128 keys took 4.6% longer.
+/// True if windows extend along at most one dimension. Such problems do not use rings, and rings were not timed for
+/// them. They also do not use the costs that were fitted to regions and rings in two and three dimensions. With the
+/// regions that these costs chose, the gradients of causal windows of 128 keys took 4.6% longer.
 bool is_sequence(const Problem& problem) {
   const auto has_window = [](const Axis& axis) { return axis.window.kernel_size > 1; };
   return std::count_if(std::begin(problem.axes), std::end(problem.axes), has_window) <= 1;
 }
 
-/// Numbers of blocks of a slab that a warp sees: `average` over all warps, `most` on average over the warps of the
-/// busiest strip, and `of_slowest` on average over the busiest warps of all strips.
+/// Numbers of blocks of a slab that a warp sees:
+/// - average: average over all warps.
+/// - most: average over the warps of the busiest strip.
+/// - of_slowest: average over the busiest warps of all strips.
 struct BlocksOfSlab {
   double average, most, of_slowest;
 };
 
-/// Average numbers of slabs per step: slabs that its tiles see, and those of them that no earlier step sees.
+/// Average numbers of slabs per step:
+/// - seen: slabs that the step's tiles see.
+/// - coming: slabs that the step's tiles see, and no earlier step of the strip.
 struct SlabsOfStep {
   double seen, coming;
 };
@@ -222,10 +226,10 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
       (device.shared_memory - tile_bytes - window_bytes - mask_bytes - kRingBarrierBytes - bias_bytes) /
           (2 * shape.array_bytes + statistics_bytes),
       kMostRingSlots);
-  // Minimum number of slabs in the ring. If rows are queries, it has to hold the slabs of a step, and the slabs that
-  // the next step sees in addition. If rows are keys, it has to hold the slabs that a step shares with the next step,
-  // and one more. Steps at an edge of the layout then see more slabs, because more queries see the keys there, and
-  // their warps may wait for slabs that are not in the ring yet.
+  // Minimum number of slabs in the ring. If rows are queries, the ring has to hold the slabs of a step, and the slabs
+  // that the next step sees in addition. If rows are keys, it has to hold the slabs that a step shares with the next
+  // step, and one more. More queries see the keys at an edge of the layout, so that steps there see more slabs. Their
+  // warps may then wait for slabs that are not in the ring yet.
   const std::int64_t least_slots = rows_are_keys ? slabs.held + 1 : slabs.most + divide_up(shape.rows[2], shape.thick);
   if (slots < least_slots || shape.array_bytes % kSwizzle != 0) return false;
   shape.slots = narrow(slots);
@@ -307,7 +311,7 @@ bool can_have_gradient_ring(const Problem& problem, Places places) {
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                       Kernel kernel, Places places, RingLoads loads, const Device& device) {
   RingShape best{};
-  // The kernel of query gradients would have to compute also the gradient of a relative bias, which rings do not
+  // The kernel of query gradients would also have to compute the gradient of the relative bias, which rings do not
   // support.
   if (problem.has_relative_bias && kernel == Kernel::kQueryGradient) return best;
   if (!can_have_ring(problem, places) || !is_compiled_with_biases(problem, loads)) return best;

@@ -8,7 +8,7 @@
 // - Step: the adjacent tiles at one position along a strip. Each tile of a step is computed by a different warp.
 // - Unit: the work of a CTA in a round. It is a segment of a strip (some consecutive steps) for one batch entry and
 //   head.
-// - Slab: the columns at one or a few positions along a strip that tiles of the strip see, in two arrays. A slab
+// - Slab: the columns of two arrays that the tiles of a strip see at one or a few positions along the strip. A slab
 //   consists of groups, and a group consists of blocks of 16 columns. The ring holds several consecutive slabs. Loader
 //   warps load each slab once per unit.
 #pragma once
@@ -25,8 +25,8 @@ namespace natten_jax::small {
 enum class RingLoads { kBoxes, kChunks };
 
 /// Returns the maximum number of compute warps per CTA for which there are enough registers, in addition to the loader
-/// warps. TMA loader warps give registers to the compute warps. Loader warps that copy chunks need as many registers as
-/// compute warps.
+/// warps. TMA loader warps give registers to the compute warps. Loader warps that copy chunks keep as many registers as
+/// a compute warp has.
 constexpr int most_ring_warps(RingLoads loads, int head_dim) {
   if (loads == RingLoads::kChunks) return head_dim == 64 ? 10 : 14;
   return head_dim == 64 ? 12 : 16;
@@ -58,8 +58,8 @@ inline constexpr int kMostRingSlots = 24, kRingBarrierBytes = 640;
 inline constexpr int kMostBiasedKeys = 256;
 
 /// Returns the maximum number of steps of a segment, which is the size of a bit mask that marks the steps to recompute.
-/// With chunk loads, strips of 64 steps took 0.95 times as long with a maximum of 64 as with 32. With TMA loads, there
-/// are no registers for 64 bits.
+/// With chunk loads, strips of 64 steps took 0.95 times as long with a maximum of 64 as with 32. With TMA loads, too
+/// few registers are free for a longer mask.
 constexpr int most_segment_steps(RingLoads loads) {
   return loads == RingLoads::kBoxes ? 32 : 64;
 }

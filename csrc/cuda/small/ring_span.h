@@ -20,7 +20,7 @@ inline std::int64_t divide_down(std::int64_t a, std::int64_t b) {
   return (a - modulo(a, b)) / b;
 }
 
-/// A dimension of a layout, in a kernel whose rows are queries or keys.
+/// A dimension of a layout, as a kernel divides it into rows and columns: queries and keys, or the reverse.
 struct Span {
   const Axis& axis;
   bool rows_are_keys;
@@ -46,7 +46,7 @@ struct Span {
 
 /// Numbers of blocks that the warps of a strip see along dimension 0 or 1 of the shape:
 /// - of_warp: maximum over the warps.
-/// - of_strip: number of blocks from the first to the last one that any of the warps sees.
+/// - of_strip: number of blocks from the first to the last block that any warp sees.
 /// - of_all: sum over the warps.
 struct StripBlocks {
   std::int64_t of_warp = 1, of_strip = 1, of_all = 0;

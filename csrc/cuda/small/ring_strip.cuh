@@ -125,8 +125,8 @@ CUTE_DEVICE int place_of_row(const RingShape& shape, int row, int d) {
   return row & (shape.rows[d] - 1);
 }
 
-/// Returns mask bits for one of the lane's two rows and one of the two groups of kColumns columns: the bits of the
-/// row's two elements, in the format that `hiding` reads.
+/// Returns the mask bits of two elements in the format that `hiding` reads: the lane's elements in its first or second
+/// row (`row`) and in the first or second group of a block (`group`).
 CUTE_DEVICE constexpr std::uint32_t bits_of_row(int row, int group) {
   return (group == 0 ? 0x0808u : 0x8080u) << (16 * row);
 }

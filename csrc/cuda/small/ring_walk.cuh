@@ -26,7 +26,7 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
   constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
   constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   const RingShape& shape = p.shape;
-  // The warp loads every second group of one of the two arrays.
+  // The warp loads every second group of slabs in its array.
   const int first_group = warp / 2;
   const bool is_second = warp % 2 != 0;
   const int groups = (shape.groups - first_group + 1) / 2, group_bytes = shape.group_blocks * kBlockKeys * 2 * kHeadDim;
@@ -102,8 +102,8 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
             across += 2 * shape.wide;
           }
         }
-        // Otherwise, lanes that run ahead would wait for a free slot for the next slab, and block the lane that issues
-        // TMA loads.
+        // Keep the lanes together: lanes that run ahead would wait for a free slot for the next slab, and block the
+        // lane that issues TMA loads.
         if constexpr (kStores) __syncwarp();
         place.advance(shape.slots);
       }
@@ -148,9 +148,9 @@ struct RingReader {
   /// releases and heads of 64, but 2% more time with heads of 32. With key biases and heads of 64, they took 0.4% less
   /// time in the forward pass, but 1.5% more time in the backward pass.
   static constexpr bool kReleasesLate = kHeadDim == 64 && !kHasKeyBias;
-  /// True if the main loop keeps values in registers instead of computing cheap ones again. With heads of 32, there are
-  /// no spare registers. With heads of 64, there are more registers and fewer warps, which wait for the end of each
-  /// step.
+  /// True if the main loop keeps values in registers instead of computing cheap ones again. With heads of 32, no
+  /// registers are free for them. With heads of 64, a warp has more registers, and a CTA has fewer warps to hide the
+  /// latency at the end of each step.
   static constexpr bool kHasSpareRegisters = kHeadDim == 64;
   // Bytes of the data of a column (statistics or key biases), and number of columns between the data of two neighboring
   // lanes. Biases are stored in the order in which lanes read them.
@@ -200,8 +200,8 @@ struct RingReader {
   }
 
   /// Releases the buffers of the warp's tile to the loader warps. `loaded` combines words from all loads of the tile.
-  /// Without this data dependency, a tile's query gradients were computed from two tiles. This was seen in one of 77
-  /// batch entries of 4 x 10 x 8 tokens with windows of 4 x 5 x 8.
+  /// Without this data dependency, a tile's query gradients were once computed from two tiles: in one of 77 batch
+  /// entries of 4 x 10 x 8 tokens, with windows of 4 x 5 x 8.
   CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
     // ring_warp() comes before lanes diverge, because it shuffles. && would generate a branch, which costs more than &.
     std::uint64_t& has_room = barriers.has_room[ring_warp()];

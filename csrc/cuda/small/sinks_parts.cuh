@@ -17,7 +17,7 @@ CUTE_DEVICE float* part_of_sink(const BackwardParams& p, const Item& item) {
   return sinks.parts + of_item + blockIdx.x * p.region.warps + threadIdx.x / 32;
 }
 
-/// Zeroes the warp's parts, which stay zero if its tile has no queries.
+/// Zeroes the warp's parts. They stay zero if the warp's tile has no queries.
 template <class Items>
 CUTE_DEVICE void clear_parts_of_sinks(const BackwardParams& p, const Items& items) {
   if (p.sinks.parts == nullptr) return;
@@ -47,7 +47,7 @@ class ItemSink {
       const bool has_weights = at[r] >= 0 && logsumexp[r] != -INFINITY;
       sum += has_weights ? fast_exp2(at_most_zero(base2_logsumexp(sink_) - logsumexp[r])) * delta[2 * r] : 0.f;
     }
-    // Four lanes hold the same two rows. Add up the numbers of the eight sets of such lanes.
+    // Four lanes hold the same two rows. Add up the sums of the eight groups of such lanes.
     CUTE_UNROLL
     for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (threadIdx.x % 32 == 0) *part_of_sink(p, item) = sum;
@@ -60,9 +60,9 @@ class ItemSink {
 /// Number of chunks, of four parts each, that a thread loads at once.
 constexpr int kQuadsAtOnce = 4;
 
-/// Adds up the parts of each sink, if the kernel is the one that computes the gradient of sinks. The sinks are
-/// distributed over the CTAs. All threads have to call it, after all other uses of shared memory. Not inlined, because
-/// inlining changes the register allocation of the calling kernel.
+/// If `p.gradient` is not null, adds up the parts of each sink to its gradient. The sinks are distributed over the
+/// CTAs. All threads have to call it, after all other uses of shared memory. Not inlined, because inlining changes the
+/// register allocation of the calling kernel.
 ///
 /// Args:
 ///   p: parameters.
