@@ -70,8 +70,8 @@ struct Side {
   std::int64_t seen_at_ends(std::int64_t tile, std::int64_t tiles) const {
     const Window& window = axis.window;
     const std::int64_t count = tile * tiles, longest = of_group(axis.kv.extent);
-    // Layouts longer than `all_kinds` are not enumerated: near their ends, as many queries see a key as in some shorter
-    // layout.
+    // Layouts longer than `all_kinds` are not enumerated, because the number of queries that see a key near their ends
+    // equals the number in some shorter layout.
     const std::int64_t all_kinds = 2 * ends() + count * (window.stride + 3);
     const bool looks_at_all =
         places == Places::kOfEntries && axis.kv.local_extent == axis.kv.extent && all_kinds <= kMostLookedAt;

@@ -25,8 +25,7 @@ namespace natten_jax::small {
 enum class RingLoads { kBoxes, kChunks };
 
 /// Returns the maximum number of compute warps per CTA for which there are enough registers, in addition to the loader
-/// warps. TMA loader warps give registers to the compute warps. Loader warps that copy chunks keep as many registers as
-/// a compute warp has.
+/// warps. TMA loader warps give registers to the compute warps. Loader warps that copy chunks do not.
 constexpr int most_ring_warps(RingLoads loads, int head_dim) {
   if (loads == RingLoads::kChunks) return head_dim == 64 ? 10 : 14;
   return head_dim == 64 ? 12 : 16;
@@ -58,8 +57,8 @@ inline constexpr int kMostRingSlots = 24, kRingBarrierBytes = 640;
 inline constexpr int kMostBiasedKeys = 256;
 
 /// Returns the maximum number of steps of a segment, which is the size of a bit mask that marks the steps to recompute.
-/// With chunk loads, strips of 64 steps took 0.95 times as long with a maximum of 64 as with 32. With TMA loads, too
-/// few registers are free for a longer mask.
+/// With chunk loads, strips of 64 steps took 0.95 times as long with a maximum of 64 as with 32. With TMA loads, there
+/// are not enough registers for a longer mask.
 constexpr int most_segment_steps(RingLoads loads) {
   return loads == RingLoads::kBoxes ? 32 : 64;
 }
