@@ -1,4 +1,4 @@
-"""The element types of queries, keys and values that the operators support, and their properties."""
+"""Element types that the operators support for queries, keys and values, and the properties of these types."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class ElementType:
     Attributes:
         name: Name in NumPy and JAX.
         short_name: Name in the profiler.
-        bytes: Bytes of an element.
-        accumulator: Name of the type for accumulation, for logsumexp and for scales.
-        output: Name of the default type of the output; "" means this type.
-        is_float8: True for 8-bit types. Their arrays have scales and an output of another type, and are not
-            differentiable.
+        bytes: Number of bytes of an element.
+        accumulator: Name of the type for accumulation, for the logsumexp and for scales.
+        output: Name of the output's default type. An empty string stands for the element type itself.
+        is_float8: True for 8-bit types. For arrays of these types, operators accept scales and return an output of
+            another type. The arrays are not differentiable.
     """
 
     name: str
@@ -39,7 +39,7 @@ ELEMENT_TYPES = {
         ElementType("float8_e5m2", "e5m2", 1, output="bfloat16", is_float8=True),
     )
 }
-#: Names of the element types that queries, keys and values may have.
+#: Names of all element types that queries, keys and values can have.
 SUPPORTED_DTYPES = tuple(ELEMENT_TYPES)
-#: Names of the element types that have gradients, and that outputs may have.
+#: Names of the element types that have gradients. Outputs always have one of these types.
 WIDE_DTYPES = tuple(name for name, each in ELEMENT_TYPES.items() if not each.is_float8)

@@ -1,10 +1,12 @@
 """Halos: the keys that a device needs from its neighbors if token dimensions are split over devices.
 
 A device that holds the tokens ``[first, last)`` of a dimension needs the keys from the start of its first query's
-window to the end of its last query's window. The excess over its local tokens follows exactly from the window
-arithmetic (:mod:`natten_jax.windows`), including borders, near which windows shift inwards by up to their whole extent.
-If the dimension wraps, the devices form a ring. All devices run the same program, so all receive halos of equal
-lengths: on each side, the largest number of tokens that any device needs there.
+window to the end of its last query's window. The number of these keys beyond the local tokens is computed exactly with
+:mod:`natten_jax.windows`. The computation includes the borders of the layout: near a border, a shifted window can
+extend to only one side of its query. If the dimension wraps, the devices form a ring.
+
+All devices run the same program and therefore receive halos of the same lengths. The length on each side is the largest
+number of keys that a device needs on that side.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from natten_jax.windows import Axis
 
 @dataclasses.dataclass(frozen=True)
 class Halo:
-    """Halos of the parts of a token dimension.
+    """Halos of a token dimension that is split into equal parts, one per device.
 
     Attributes:
-        extent: Tokens of the dimension.
-        parts: Number of equal parts; it divides the extent.
-        before: Keys that a part needs before its local tokens.
-        after: Keys that a part needs after its local tokens.
-        wraps: The last part and the first part are also neighbors.
+        extent: Number of tokens of the dimension.
+        parts: Number of parts; it divides the extent.
+        before: Number of keys that a part needs before its local tokens: the maximum over all parts.
+        after: Number of keys that a part needs after its local tokens: the maximum over all parts.
+        wraps: True if the dimension wraps, so that the last part and the first part are also neighbors.
     """
 
     extent: int
@@ -41,7 +43,7 @@ class Halo:
 
     @functools.cached_property
     def part(self) -> int:
-        """Tokens of a part."""
+        """Number of tokens of a part."""
         return self.extent // self.parts
 
     @functools.cached_property
@@ -54,18 +56,19 @@ class Halo:
 
     @property
     def is_gathered(self) -> bool:
-        """Return True if some part needs all keys: then every part gathers all keys."""
+        """Return True if at least one part needs all keys. Every part then gathers all keys."""
         return self.parts > 1 and self.received >= self.extent - self.part
 
     def held(self, first: int) -> tuple[int, int]:
-        """Return the range ``[begin, end)`` of the keys in the arrays of a part that starts at ``first``, with halos.
+        """Return the range ``[begin, end)`` of the keys in a part's arrays, including halos.
 
-        Both halos are included, even if a device needs only one: the range may extend beyond the layout.
+        The part starts at token ``first``. The range always includes both halos. It extends beyond the layout if the
+        part is at a border.
         """
         return (0, self.extent) if self.is_gathered else (first - self.before, first + self.part + self.after)
 
     def slabs(self, tokens: int) -> tuple[int, ...]:
-        """Split a halo of ``tokens`` tokens by source part: return the tokens from each part, nearest part first."""
+        """Return how many of a halo's ``tokens`` tokens come from each source part, the nearest part first."""
         whole, rest = divmod(tokens, self.part)
         return (self.part,) * whole + ((rest,) if rest else ())
 
@@ -75,7 +78,7 @@ class Halo:
         return self.parts == 2 and self.before == self.after and not self.is_gathered and not self.wraps
 
     def evened(self) -> Halo:
-        """Pad both halos to the longer one, so that two devices swap them in one permute."""
+        """Extend the shorter halo to the length of the longer one: two devices then swap halos in one permute."""
         if self.parts != 2 or not (self.before and self.after) or self.wraps:
             return self
         longer = max(self.before, self.after)
@@ -83,7 +86,7 @@ class Halo:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  # halos are small, and few
     def seen_slabs(self, axis: Axis) -> tuple[SeenSlab, ...]:
-        """Return the halos of a part, one per source part: first before the part, then after it, nearest first."""
+        """Return the slabs of a part's halos: first the slabs before it, then the slabs after it, the nearest first."""
         if self.changes_places and self.before:
             queries = max(self._seeing(axis, is_front, 0) for is_front in (True, False))
             return (SeenSlab(None, queries, self.before, 0),)
@@ -96,29 +99,37 @@ class Halo:
         return tuple(found)
 
     def _seeing(self, axis: Axis, is_front: bool, distance: int) -> int:
-        """Return how many queries at an end of any part, at most, see keys ``distance`` or more keys beyond it."""
+        """Return how many queries at one end of a part can see keys beyond the nearest ``distance`` halo keys.
+
+        The queries are counted from that end to the last query that sees such a key in any part.
+        """
         first, last = self._reach(axis)
-        # Window bounds increase with the query, so the queries that need keys before the part are the first of each
-        # dilation group.
+        # In a dilation group, window bounds increase with the query. The queries that need keys before the part are
+        # therefore the first queries of each group.
         sees = first < -distance if is_front else last[::-1] > self.part + distance
         found = np.nonzero(sees)[0]
         return int(found[-1]) + 1 if found.size else 0
 
     def _reach(self, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first key and one past the last key that each query of a part sees: extremes over all parts."""
+        """Return the range of keys that each query of a part sees, relative to the start of the part.
+
+        Returns:
+            Two arrays: the first key of each query (the minimum over all parts), and one past the last key (the maximum
+            over all parts).
+        """
         queries = np.arange(self.extent).reshape(self.parts, self.part)
         first, last = axis.reach(queries)
         return np.min(first - queries[:, :1], axis=0), np.max(last - queries[:, :1], axis=0)
 
 
 class SeenSlab(NamedTuple):
-    """The halo that a part receives from another part, and the part's queries that see it.
+    """A *slab*: the keys of a halo that a part receives from one other part, and the queries that see these keys.
 
     Attributes:
-        is_front: The halo lies before the part; ``None`` if that depends on the device.
-        queries: Number of queries that see the halo, at the end of the part next to it.
-        keys: Number of keys in the halo.
-        distance: Number of keys between the halo and the part.
+        is_front: True if the slab lies before the part, False if after it. ``None`` if that depends on the device.
+        queries: Number of the part's queries that see the slab, counted from the end next to the slab.
+        keys: Number of keys in the slab.
+        distance: Number of keys between the slab and the part.
     """
 
     is_front: bool | None
@@ -127,7 +138,7 @@ class SeenSlab(NamedTuple):
     distance: int
 
     def starts(self, part: int, is_front: bool) -> tuple[int, int]:
-        """Return the first query that sees the halo, and the halo's first key, relative to the start of the part."""
+        """Return the first query that sees the slab, and the slab's first key, relative to the start of the part."""
         if is_front:
             return 0, -self.distance - self.keys
         return part - self.queries, part + self.distance
@@ -138,7 +149,8 @@ def halo_of(axis: Axis, parts: int) -> Halo:
     """Compute the halo of a token dimension that is split into equal parts.
 
     Example:
-        A window of 24 of 80 tokens, split into two parts, reaches 12 tokens to the front and 11 to the back.
+        80 tokens are split into two parts. With a window of 24 tokens, a part needs up to 12 keys before and 11 keys
+        after its local tokens.
 
         >>> from natten_jax.halo import halo_of
         >>> from natten_jax.windows import Axis
@@ -159,7 +171,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
         return Halo(extent, 1, 0, 0, axis.edges == "wrap")
     part = extent // parts
     starts = np.arange(parts, dtype=np.int64)[:, None] * part
-    # The first and the last query of each dilation group are enough: window bounds increase with the query.
+    # Window bounds increase with the query, so only the first and the last query of each dilation group matter.
     groups = np.arange(min(axis.dilation, part), dtype=np.int64)
     first, _ = axis.reach(starts + groups)
     _, last = axis.reach(starts + part - 1 - groups)
@@ -169,7 +181,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
 
 
 def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
-    """Compute the halo of each token dimension from the number of its parts.
+    """Compute the halos of all token dimensions, given the number of parts of each dimension.
 
     Example:
         >>> from natten_jax import simulator
@@ -181,9 +193,10 @@ def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
 
 
 def travel_order(halos: Sequence[Halo]) -> list[int]:
-    """Order the token dimensions that have halos by received tokens relative to the part, the largest first.
+    """Sort the token dimensions that have halos by the ratio of received tokens to local tokens, the largest first.
 
-    Halos are exchanged in this order: the halos of a dimension include the halos of the dimensions before it.
+    Passes that overlap computation with halo exchange use this order. The keys that are sent along a dimension include
+    the halos of the dimensions that come earlier in the order.
     """
     dimensions = [i for i, halo in enumerate(halos) if halo.received]
     return sorted(dimensions, key=lambda i: -halos[i].received / halos[i].part)
@@ -198,11 +211,12 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
         >>> bytes_received(simulator.problem_of((64, 80), 24, heads=2, head_dim=32), (1, 2))
         196608
 
-    A backward pass returns gradients of the same size, and receives keys and values again unless they were kept.
+    A backward pass sends gradients of the same size back. It also receives keys and values again, unless the forward
+    pass kept them.
 
     Args:
-        problem: The whole problem, with one device's share of batch and heads.
-        parts: Parts of each token dimension.
+        problem: The problem on the whole layout, with one device's share of batch and heads.
+        parts: Number of parts of each token dimension.
     """
     halos = halos_of(problem, parts)
     own = math.prod(halo.part for halo in halos)

@@ -1,8 +1,11 @@
 """``python -m natten_jax.doctor``: report the installation, the build, and why each backend can or cannot run here.
 
-With ``--problem`` and the profiler's flags that describe a problem: report which backends can run the problem, with
-which tiles and how much scratch memory, and the problem's measured configuration in the package's table. With ``--check
-NAME``: compare a backend's results on this device with attention in float64, and measure its times.
+``--problem`` takes the profiler's flags that describe a problem. The report then lists all backends. If a backend can
+run the problem, the report shows tiles and the size of the scratch memory; otherwise it shows the reason. It also shows
+the problem's entry in the package's table of measured configurations.
+
+``--check NAME`` compares the results of the backend NAME on this device with attention in float64. It also measures the
+times of the backend.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def main() -> int:
         except ValueError as error:
             parser.error(f"--check: {error}")
         return run_program(parser.prog, lambda: backend_check.check(id_))
-    # A dry run accepts problems of other devices.
+    # A dry run accepts problems for devices that this machine does not have.
     options = None if given.problem is None else parse([*given.problem, "--dry-run"])
 
     lines = report() if options is None else report_problem(options)
@@ -75,14 +78,14 @@ def report() -> Iterator[str]:
             yield f"  {id_!s:<14} {_verdict(backends.by_id(id_), id_.operator, device)}"
         yield f"Tuned configurations on {device}"
         yield f"  {table_line(device)}"
-        # Kernels that another build could contain but this build does not.
+        # Report the kernels for this device that this build lacks but that another build could contain.
         lacking = select.missing_kernels_of(backends.registered(), _problem("fna", "bfloat16"), device, "forward")
         missing += [] if lacking is None else [f"  {device}: {lacking}"]
     yield from ["", "Missing kernels", *missing] if missing else []
 
 
 def _no_device() -> str | None:
-    """Return the reason why JAX cannot find a device; ``None`` if it finds a device."""
+    """Return the reason why JAX cannot find a device; ``None`` if JAX finds a device."""
     try:
         default_jax_device()
     except NoDeviceError as error:
@@ -91,7 +94,11 @@ def _no_device() -> str | None:
 
 
 def report_problem(options: Options) -> Iterator[str]:
-    """Yield the lines about a problem, for every device of this process or for the device that the options select."""
+    """Yield the lines of the report about a problem.
+
+    The report is for the device that the options select. If they select no device, it is for each kind of device that
+    this process can use.
+    """
     asked_about = options.asked_about
     if asked_about is None and (reason := _no_device()):
         yield f"{reason}. The answers are for the host; use --compute-capability X.Y for an NVIDIA GPU"
@@ -132,7 +139,7 @@ def table_line(device: Device) -> str:
 
 
 def problem_line(request: Request, device: Device, pass_: Pass) -> str:
-    """Describe the measured configuration of a pass, or the reason why the table does not have it."""
+    """Describe the measured configuration of a pass, or explain why the pass does not use one."""
     table: ConfigurationTable | None = tables.shipped(device) if request.tuned is None else request.tuned
     if table is None:
         return f"miss: {_no_table(device)}"
@@ -163,10 +170,12 @@ def _no_table(device: Device) -> str:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Count the bytes that the custom calls of a pass write in addition to its results.
+    """Count the bytes of scratch memory that a pass needs.
+
+    The number is the size of all results of custom calls minus the size of the results of the pass.
 
     Args:
-        plan: The plan of a pass, whose backend has custom calls.
+        plan: The plan of a pass on a backend that makes custom calls.
     """
     backend = backends.by_id(plan.backend)
 
@@ -189,7 +198,7 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 def _written(jaxpr: Any) -> Iterator[Any]:
-    """Yield the result types of the custom calls in a jaxpr and in its inner jaxprs."""
+    """Yield the types of all results of custom calls in a jaxpr and in its inner jaxprs."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "ffi_call":
             yield from (variable.aval for variable in equation.outvars)
@@ -234,7 +243,10 @@ def _verdict_of_pass(backend: Backend, operator: Operator, device: Device, pass_
 
 
 def _problem(operator: Operator, dtype: str) -> Problem:
-    """Return a problem that every backend family supports, so that a rejection has a reason in the machine."""
+    """Return a problem whose layout, windows and heads every backend family supports.
+
+    A backend can then reject the problem only because of the element type, the pass, the build or the device.
+    """
     return problem_of((128,), None if operator == "fmha" else 32, operator=operator, dtype=dtype)
 
 

@@ -1,7 +1,7 @@
-"""Comparison of a backend with attention in float64, and its times: ``python -m natten_jax.doctor --check NAME``.
+"""Check a backend on this device: ``python -m natten_jax.doctor --check NAME``.
 
-Use it on devices that the backend's authors did not have. The output shows if the backend's results are correct on the
-device, and can be sent as a bug report or a measurement.
+The check compares the backend's results with attention in float64, and measures the backend's times. Run it on devices
+that the authors of the backend could not test. Users can send the output as a bug report or as a measurement.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ from natten_jax.problem import OPERATORS, Operator, Problem, problem_of
 from natten_jax.profiler.measure import shapes_of
 from natten_jax.version import __version__
 
-#: Largest allowed ``||result - reference|| / ||reference||``. Wrong results have much larger errors: an extra key in a
-#: window of a hundred keys gives 0.1. Kernels for 8-bit arrays also round weights to three mantissa bits.
+#: Largest allowed error ``||result - reference|| / ||reference||``, by element type. Wrong results have much larger
+#: errors: one extra key in a window of 100 keys gives an error of 0.1. The bound for 8-bit arrays is the largest,
+#: because their kernels also round the softmax weights to three mantissa bits.
 BOUNDS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "float64": 1e-12, "float8_e4m3fn": 5e-2}
-#: Runs of each problem: some race conditions appear only in a few runs.
+#: Number of runs per problem. A race condition may change the results of only a few runs.
 RUNS = 3
-#: Seconds, and smallest and largest number of calls, for a median time.
+#: A measurement repeats a call and returns the median time. It stops after this many seconds of calls, but makes at
+#: least the smaller and at most the larger number of calls.
 _TIMED_SECONDS, _TIMED_CALLS = 0.3, (3, 50)
-#: Heads of the timed problems, on accelerators and on the host.
+#: Number of heads in the timed problems, on accelerators and on the host.
 _HEADS, _HEADS_OF_HOST = 16, 1
 
 _OPERATORS: Mapping[int, Callable[..., Any]] = {1: na1d, 2: na2d, 3: na3d}
 
-# Small problems cover every feature and are compared; larger problems are timed.
+# The results of these small problems, which have different window arguments and head dimensions, are compared with the
+# reference. The larger problems below are timed.
 _NEIGHBORHOOD = (
     problem_of((301,), 64, heads=2),
     problem_of((300,), 96, 8, is_causal=True, heads=4, heads_kv=2, head_dim=128),
@@ -56,7 +59,8 @@ _NEIGHBORHOOD = (
     problem_of((6, 12, 16), (4, 6, 8), (2, 3, 4), heads=2, head_dim=128),
     problem_of((20, 20), (11, 12), heads=1, head_dim=256, head_dim_v=64),
 )
-#: Large windows and a large batch, for which the kernels for small windows use a ring buffer.
+#: A problem with 210 keys per window and a large batch. For such problems, the kernels for small windows use a ring
+#: buffer.
 _NEIGHBORHOOD_OF_GPUS = (problem_of((11, 7, 13), (7, 6, 5), batch=64, heads=1),)
 _ATTENTION = (
     problem_of((333,), operator="fmha", heads=2),
@@ -77,12 +81,14 @@ _TIMED_ATTENTION = (
 
 
 def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = False) -> Iterator[Problem]:
-    """Yield the problems to compare: all problems in the first element type, every third problem in each other type.
+    """Yield the problems whose results are compared with the reference.
+
+    All problems have the first element type. Every third problem is repeated with each other element type.
 
     Args:
         operator: ``"fna"`` or ``"fmha"``.
         dtypes: Element types of the backend, the most common types first.
-        is_gpu: Include problems that are too slow on hosts.
+        is_gpu: True to include the problems that would take too long on a host.
     """
     every = _NEIGHBORHOOD + _NEIGHBORHOOD_OF_GPUS * is_gpu if operator == "fna" else _ATTENTION
     for number, dtype in enumerate(dtypes):
@@ -90,12 +96,12 @@ def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = Fals
             yield dataclasses.replace(problem, dtype=dtype)
 
 
-#: Largest number of batch entries with different values; further entries repeat them.
+#: Largest number of batch entries with different values. All further batch entries repeat these values.
 _MOST_DIFFERENT = 2
 
 
 def arrays_of(problem: Problem) -> dict[str, np.ndarray]:
-    """Return random normal operands and cotangents of a problem, with equal values in every run."""
+    """Return normally distributed operands and cotangents of a problem, by name. Every run gets the same values."""
     few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
     rng, dtype = np.random.default_rng(0), jnp.dtype(problem.dtype)
     found = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes_of(few).items()}
@@ -104,16 +110,16 @@ def arrays_of(problem: Problem) -> dict[str, np.ndarray]:
 
 
 def operands_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays except the cotangents."""
+    """Return only the operands of :func:`arrays_of`, without the cotangents."""
     return {name: array for name, array in arrays.items() if not name.endswith("cotangent")}
 
 
 def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Compute output, logsumexp and the gradient of each operand in float64 on the host, by name.
+    """Compute output, logsumexp and the gradients of all operands in float64 on the host; return them by name.
 
     Args:
-        problem: A problem whose windows stay inside the layout.
-        arrays: Its operands and cotangents, of any element type.
+        problem: A problem without biases.
+        arrays: Operands and cotangents of the problem, in any element type.
     """
     mask = functools.reduce(np.kron, map(axis_mask, problem.axes))
     mask = np.pad(mask, [(0, 0), (0, problem.additional_kv)], constant_values=True)
@@ -138,7 +144,7 @@ def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> dict[str, n
     found = {"out": out, "lse": lse, "d_query": d_logits @ keys}
     gradients = {"key": d_logits.swapaxes(2, 3) @ query, "value": weights.swapaxes(2, 3) @ out_cotangent}
     for name, per_query_head in gradients.items():
-        # The gradient of a key/value head is the sum over its query heads.
+        # The gradient of a key/value head is the sum over the query heads that share it.
         gradient = per_query_head.reshape(problem.batch, problem.heads_kv, group, *per_query_head.shape[2:]).sum(axis=2)
         own = gradient.shape[2] - problem.additional_kv
         found[f"d_{name}"], found[f"d_additional_{name}s"] = np.split(gradient, [own], axis=2)
@@ -151,7 +157,7 @@ def id_of(name: str) -> BackendId:
     """Return the identifier of the backend with this name.
 
     Raises:
-        ValueError: The name is unknown; the message lists all names.
+        ValueError: No backend has this name. The message lists all names.
     """
     operator = next((each for each in OPERATORS if name.endswith(each)), OPERATORS[0])
     return BackendId(backends.find(name, operator).family, operator)
@@ -161,7 +167,7 @@ def check(id_: BackendId) -> int:
     """Check a backend and print the outcome.
 
     Returns:
-        The exit status: 0 if every result is correct, 1 if a result is wrong or the backend cannot run on the device.
+        The exit status: 0 if every result is correct; 1 if a result is wrong or the backend cannot run on the device.
     """
     session = _Session(id_, backends.by_id(id_), default_device())
     if reason := session.cannot_run():
@@ -196,12 +202,15 @@ class _Session:
 
     @property
     def baseline(self) -> BackendId | None:
-        """Backend to compare times with: the default, or plain JAX if the default is checked; ``None`` if none."""
+        """Backend whose times are also printed: the default, or plain JAX if the checked backend is the default.
+
+        ``None`` if plain JAX is both the default and the checked backend.
+        """
         plain = BackendId(backends.registered()[-1].family, self.id_.operator)
         return next((each for each in (self.default, plain) if each != self.id_), None)
 
     def cannot_run(self) -> str | None:
-        """Return the reason why the device cannot run any of the problems; ``None`` if it can run some."""
+        """Return the reason if the backend can run none of the problems on the device; otherwise ``None``."""
         reasons = [self._rejection(problem) for problem in self._problems()]
         return None if None in reasons else reasons[0]
 
@@ -220,24 +229,24 @@ class _Session:
         yield from self._advice()
 
     def _comparison(self, problem: Problem) -> str:
-        """Compare the results of a problem, and return the outcome."""
+        """Compare the results of a problem with the reference, and describe the outcome."""
         if reason := self._rejection(problem):
             return f"skipped: {reason}"
         self.compared += 1
         no_gradients = self._rejection(problem, "backward")
         try:
             errors = relative_errors(problem, str(self.id_), with_gradients=no_gradients is None)
-        except Exception as error:  # any error of JAX, the compiler or the device
+        except Exception as error:  # JAX, the compiler and the device raise errors of many types
             self.wrong += 1
             return _failure(error, 2000)
-        is_right = max(errors.values()) <= BOUNDS[problem.dtype]  # False if a number is NaN or infinite
+        is_right = max(errors.values()) <= BOUNDS[problem.dtype]  # False if a result is not finite: its error is inf
         self.wrong += not is_right
         figures = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
         gradients = f"; gradients are skipped: {no_gradients}" if no_gradients else ""
         return f"{'right' if is_right else 'WRONG'}: {figures}{gradients}"
 
     def _times(self, problem: Problem) -> str:
-        """Measure the passes of a problem, and return the times as text."""
+        """Measure the time of each pass of a problem, and return the times as text."""
         if reason := self._rejection(problem):
             return f"skipped: {reason}"
         return "; ".join(self._time(problem, pass_) for pass_ in PASSES if self._rejection(problem, pass_) is None)
@@ -252,7 +261,7 @@ class _Session:
         return f"{text} ({baseline} {_shown(other)}{ratio})"
 
     def _advice(self) -> Iterator[str]:
-        """Yield the last lines, which recommend the next step."""
+        """Yield the last lines of the output, which recommend what to do next."""
         if self.wrong:
             yield f"Do not use {self.id_} on this device, and report what is printed above, please."
             return
@@ -280,7 +289,7 @@ class _Session:
 
 
 def relative_errors(problem: Problem, backend: str, *, with_gradients: bool) -> dict[str, float]:
-    """Compute the largest error of each result over all runs, relative to the norm of the reference."""
+    """Compute the error of each result relative to the norm of the reference: the maximum over all runs."""
     arrays = arrays_of(problem)
     few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
     expected = reference(few, {name: array[: few.batch] for name, array in arrays.items()})
@@ -300,7 +309,7 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
 def _program(
     problem: Problem, backend: str, arrays: Mapping[str, np.ndarray], with_gradients: bool
 ) -> tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]:
-    """Return a jitted function that returns results by name, and its arguments on the device."""
+    """Return a jitted function, and arguments for it on the device. The function returns its results by name."""
     common: dict[str, Any] = {"backend": backend, "scale": problem.scale, "return_lse": True}
     if problem.operator == "fmha":
         operator = functools.partial(attention, is_causal=problem.is_causal[0], **common)
@@ -319,7 +328,7 @@ def _program(
 
 
 def _milliseconds(problem: Problem, backend: str, pass_: Pass) -> float | str:
-    """Return the median time of a call, or the error that it raises as text."""
+    """Return the median time of a call in milliseconds. If the call raises an error, return the error as text."""
     try:
         with jax.enable_x64(problem.dtype == "float64"):
             run, arguments = _program(problem, backend, arrays_of(problem), pass_ == "backward")
@@ -330,7 +339,7 @@ def _milliseconds(problem: Problem, backend: str, pass_: Pass) -> float | str:
                 start = time.perf_counter()
                 jax.block_until_ready(run(*arguments))
                 times.append(time.perf_counter() - start)
-    except Exception as error:  # any error of JAX, the compiler or the device
+    except Exception as error:  # JAX, the compiler and the device raise errors of many types
         return _failure(error, 300)
     return 1e3 * statistics.median(times)
 
@@ -344,7 +353,7 @@ def _shown(figure: float | str) -> str:
 
 
 def _label(problem: Problem) -> str:
-    """Return windows, batch size, heads and their widths, and element type."""
+    """Describe the windows, batch size, heads, head dimensions and element type of a problem."""
     heads = "/".join(dict.fromkeys((str(problem.heads), str(problem.heads_kv))))
     width = "/".join(dict.fromkeys((str(problem.head_dim), str(problem.head_dim_v))))
     return f"  {problem.describe()}, {problem.batch} x {heads} heads of {width}, {problem.dtype}"

@@ -1,8 +1,10 @@
-"""The differentiable operator, which covers all backends: a ``custom_vjp`` of the forward and backward passes.
+"""The differentiable operator, which can run on any backend, and its forward and backward passes.
 
-When a call is traced, :func:`plain_backend` decides if JAX differentiates a plain JAX backend or if kernels run in a
-``custom_vjp``. The kernels of a pass are selected when the program is lowered, per platform. A traced function
-therefore serves CPU and GPU, and a backend is traced only for platforms that the program is lowered for.
+When JAX traces a call, :func:`plain_backend` decides how the call is differentiated. If the same plain JAX backend runs
+the call on all platforms, JAX differentiates that backend. Otherwise the passes are the rules of a ``custom_vjp``.
+
+The backend of a pass is selected per platform, when JAX lowers the program. A traced function can therefore be
+lowered for both CPUs and GPUs. A backend is traced only if JAX lowers the program for one of the backend's platforms.
 """
 
 from __future__ import annotations
@@ -59,21 +61,24 @@ def _derive_plain(
     read: Sequence[int] | None,
     given: Sequence[jax.Array],
 ) -> Sequence[jax.Array]:
-    """Compute the analytic derivative of a plain JAX backend: tangents of the results, or cotangents of the operands.
+    """Compute the analytic derivative of a plain JAX backend.
+
+    The function returns tangents of the results in forward mode, and cotangents of the operands in reverse mode.
 
     Args:
         plan: The plan of the pass.
         structure: Tree structure of the operands.
         primals: Leaves of the operands.
         results: The results of the forward pass.
-        positions: Indices of the leaves that have tangents, or whose cotangents are computed.
-        read: Indices of the results whose cotangents are given; ``None`` to compute tangents.
-        given: The given tangents or cotangents.
+        positions: Indices of leaves: in forward mode the leaves that have tangents, in reverse mode the leaves whose
+            cotangents are computed.
+        read: In reverse mode, indices of the results that have cotangents. ``None`` in forward mode.
+        given: Tangents of the leaves in forward mode, cotangents of the results in reverse mode.
     """
     (operands,) = jax.tree.unflatten(structure, primals)
     operands = operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
     found = Differentiable(*results)
-    backend: Any = backends.by_id(plan.backend)  # with residuals it has a derivative
+    backend: Any = backends.by_id(plan.backend)  # a backend with residuals defines both derivatives
     by_position = dict(zip(positions if read is None else read, given, strict=True))
     if read is None:
         every = [by_position[i] if i in by_position else jnp.zeros_like(array) for i, array in enumerate(primals)]
@@ -97,7 +102,7 @@ def _plain_types(request: Request, operands: Any) -> Differentiable:
 
 
 def plain_backend(request: Request) -> PureJaxBackend | None:
-    """Return the plain JAX backend if a single one runs the forward pass on all platforms, otherwise ``None``.
+    """Return the plain JAX backend that runs the forward pass on all platforms; ``None`` if there is no such backend.
 
     Raises:
         ValueError: No backend can run the request on any device that the program may be lowered for.
@@ -112,7 +117,7 @@ def plain_backend(request: Request) -> PureJaxBackend | None:
 
 
 def _forward_plain(backend: PureJaxBackend, request: Request, operands: Operands) -> Output:
-    """Compute output and logsumexp, differentiable to any order."""
+    """Compute output and logsumexp on a plain JAX backend. JAX can differentiate them to any order."""
     operands = operands._replace(inputs=per_head_key_bias(operands.inputs))
     request = dataclasses.replace(request, backend=f"{backend.family}-{request.problem.operator}")
     leaves, structure = jax.tree.flatten((operands,))
@@ -123,8 +128,8 @@ def _forward_plain(backend: PureJaxBackend, request: Request, operands: Operands
 
 
 def fuses_additional_kv(request: Request) -> bool:
-    """Return True if the forward pass supports additional key/value tokens on every platform that can run it."""
-    if request.problem.own_extents:  # every query sees the additional tokens, but padding rows must see no key
+    """Return True if the forward pass supports additional key/value tokens on every platform that can run the pass."""
+    if request.problem.own_extents:  # kernels add the tokens to every query, but queries in the padding must see no key
         return False
     plans = (call.plan("forward") for call in device_calls(request))
     return all("additional_kv" in backends.by_id(plan.backend).capabilities.takes for plan in plans)
@@ -150,7 +155,7 @@ def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any
 
 
 def _saved_with_strips(backend: Backend, plan: Plan, operands: Operands) -> Saved:
-    """Compute a forward pass whose wrapped keys are separate passes, one per strip."""
+    """Compute a forward pass without wrapped keys, and continue it with one pass per strip of wrapped keys."""
     without_strips, own = strips.without_strips(plan, operands)
     saved = backend.forward(without_strips, own, saves=True)
     for strip in strips.strips_of(plan, operands):
@@ -167,7 +172,7 @@ def _continued(backend: Backend, plan: Plan, operands: Operands, earlier: Earlie
 def _gradients_with_strips(
     backend: Backend, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents
 ) -> Gradients:
-    """Compute gradients as the sum over the local keys and the strips of wrapped keys."""
+    """Add up the gradients of a pass without wrapped keys and of one pass per strip of wrapped keys."""
     found = backend.backward(*strips.without_strips(plan, operands), saved, cotangents)
     for strip in strips.strips_of(plan, operands):
         part_plan, part = strip.placed(plan, operands)
@@ -227,7 +232,7 @@ def _exchange(
     operands: Operands,
     *others: Any,
 ) -> Any:
-    """Run a pass, overlapped with its halo exchange if that is predicted to be faster, otherwise after the exchange."""
+    """Exchange halos and then run a pass, or overlap the exchange with the pass if that is predicted to be faster."""
     run_spec = functools.partial(run_part, spec)
     if overlap.computes_meanwhile(plan, request, halos, has_sinks=operands.inputs.sinks is not None):
         if spec is BACKWARD:
@@ -258,11 +263,12 @@ def run(spec: Spec, request: Request, operands: Operands, *others: Any, plans: _
         spec: The pass: ``FORWARD``, ``SAVING``, ``CONTINUED`` or ``BACKWARD``.
         request: The call.
         operands: The arrays of the call.
-        *others: Further arguments of the pass.
-        plans: Plans of the forward and backward pass if each pass exchanges its halos; ``None`` otherwise.
+        *others: Further arguments of the pass, such as saved results and cotangents.
+        plans: Plans of the forward and of the backward pass, if each of these passes exchanges halos itself. ``None``
+            if the operands already contain all keys that the device needs.
 
     Returns:
-        :class:`Output`, :class:`Saved` or :class:`Gradients`.
+        :class:`Output` of ``FORWARD``, :class:`Gradients` of ``BACKWARD``, :class:`Saved` of the other passes.
     """
     if plans is not None:
         assert spec.exchange is not None
@@ -280,7 +286,9 @@ def run(spec: Spec, request: Request, operands: Operands, *others: Any, plans: _
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend(request: Request, operands: Operands) -> Output:
-    """Run the operator; differentiable in every floating-point operand. Equal calls of a program are traced once.
+    """Compute attention. The result is differentiable in all floating-point operands, except in calls on 8-bit arrays.
+
+    JAX traces equal calls of a program only once.
 
     Raises:
         ValueError: No backend can run the request on any device that the program may be lowered for.
@@ -294,10 +302,10 @@ def attend(request: Request, operands: Operands) -> Output:
 
 
 def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: Operands) -> Output:
-    """Run the operator on the arrays of one device; inside ``jax.shard_map`` with split tokens, exchange halos.
+    """Compute attention on the arrays of one device, and exchange halos if ``token_axes`` split token dimensions.
 
     Args:
-        plain: Plain JAX backend of all platforms, which JAX differentiates; ``None`` for kernels.
+        plain: The result of :func:`plain_backend`. JAX differentiates this backend; with ``None``, kernels run.
         request: The call.
         operands: The device's arrays.
     """
@@ -307,7 +315,7 @@ def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: 
         plans = _overlapping_plans(request)
         if plans is None:
             operands = vary_alike(exchange.with_halos(request.problem, request.token_axes, operands))
-    # JAX differentiates plain JAX, in forward mode and to any order.
+    # JAX differentiates the backend itself: in forward and reverse mode, and to any order.
     if plain is not None and plans is None:
         return _forward_plain(plain, part, operands)
     operands = operands._replace(inputs=in_reverse_only(operands.inputs))
@@ -315,18 +323,21 @@ def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: 
 
 
 def _with_axes_as_parts(request: Request) -> Request:
-    """Return the request for one device if ``token_axes`` split token dimensions."""
+    """Return one device's request if ``token_axes`` split token dimensions, otherwise the request itself."""
     if not request.token_axes:
         return request
     return dataclasses.replace(request, token_axes=(), parts=exchange.parts_of(request.token_axes))
 
 
 def _overlapping_plans(request: Request) -> _Plans | None:
-    """Return plans of both passes if a pass overlaps its halo exchange with compute: each pass then exchanges halos.
+    """Return the plans of both passes if at least one of the passes overlaps its halo exchange with computation.
 
-    ``None`` means that halos are exchanged once, before both passes. The decision is made for the default device;
-    results do not depend on it. Sinks never reach this function: if a caller splits tokens, sinks are added after the
-    pass (:func:`natten_jax.ops.canonicalize.in_passes`).
+    With these plans, each pass exchanges halos itself. Without plans (``None``), halos are exchanged once, before both
+    passes. The decision is made for the default device, or for the first kind of device that can run both passes if the
+    default device cannot. Results do not depend on the decision.
+
+    The operands never contain sinks here. If tokens are split over devices, sinks are added to the output later
+    (:func:`natten_jax.ops.canonicalize.in_passes`).
     """
     part = _with_axes_as_parts(request)
     for call in device_calls(part):
@@ -335,7 +346,7 @@ def _overlapping_plans(request: Request) -> _Plans | None:
         except ValueError:
             continue
         if any(backends.by_id(plan.backend).capabilities.is_plain_jax for plan in plans):
-            return None  # JAX differentiates the pass together with its halo exchange
+            return None  # JAX differentiates a plain JAX pass together with its halo exchange
         halos = Exchange.for_problem(request.problem, lines_of(request.token_axes))
         return plans if any(overlap.computes_meanwhile(plan, part, halos) for plan in plans) else None
     return None
@@ -348,7 +359,7 @@ def _attend_with_kernels(request: Request, plans: _Plans | None, operands: Opera
 
 
 def _attend_forward(request: Request, plans: _Plans | None, operands: Any) -> tuple[Output, tuple[Operands, Saved]]:
-    # With symbolic zeros, JAX wraps each array together with a flag: True if the array is differentiated.
+    # With symbolic zeros, JAX passes each array together with a flag that is True if the array is differentiated.
     operands = jax.tree.map(operator.attrgetter("value"), operands)
     saved = Saved(*named(run(SAVING, request, operands, plans=plans)))
     return Output(saved.out, saved.logsumexp), (operands, saved)
@@ -363,8 +374,9 @@ def _attend_backward(
     if out is None:
         out, _ = vary_alike((jnp.zeros_like(saved.out), saved.out))
     gradients = run(BACKWARD, request, operands, saved, Cotangents(out, logsumexp), plans=plans)
-    return (Operands(gradients),)  # origins are integers, without gradients
+    return (Operands(gradients),)  # origins and layouts are integers, which have no gradients
 
 
-# Without symbolic zeros, JAX would allocate a zero cotangent of the logsumexp for a loss that uses only the output.
+# Without symbolic zeros, JAX would allocate an array of zeros as cotangent of the logsumexp if a loss uses only the
+# output.
 _attend_with_kernels.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)

@@ -1,4 +1,4 @@
-"""Conversion between the arrays of a call and the arrays of its kernels: element types, head widths, biases, sinks."""
+"""Conversion between the arrays of a call and of its kernels: element types, head dimensions, biases and sinks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from natten_jax.problem import Problem
 
 
 def converted(planned: Problem, operands: Operands) -> Operands:
-    """Convert 8-bit operands to the element type of the plan, which represents all 8-bit values exactly.
+    """Convert 8-bit operands to the element type of the plan, which can represent every 8-bit value exactly.
 
-    Keys and values are multiplied by their scale factors, in float32.
+    Keys and values are also multiplied by their scale factors, if there are any. These products are float32. Operands
+    are returned unchanged if they are not 8-bit, or if the kernels of the plan read 8-bit elements.
     """
     inputs = operands.inputs
     if not ELEMENT_TYPES[inputs.query.dtype.name].is_float8 or planned.element.is_float8:
@@ -56,7 +57,7 @@ def with_head_dim(array: jax.Array, head_dim: int) -> jax.Array:
 
 
 def with_heads_of(problem: Problem, inputs: Inputs) -> Inputs:
-    """Truncate or pad inputs, or their gradients, to the head dimensions of a problem."""
+    """Truncate or zero-pad the last dimension of inputs or of gradients to the head dimensions of a problem."""
     widths = dict.fromkeys(("query", "key", "additional_keys"), problem.head_dim)
     widths |= dict.fromkeys(("value", "additional_values"), problem.head_dim_v)
     arrays = [(name, getattr(inputs, name), width) for name, width in widths.items()]
@@ -65,18 +66,21 @@ def with_heads_of(problem: Problem, inputs: Inputs) -> Inputs:
 
 
 class KernelOperands(NamedTuple):
-    """Arrays of a pass, with conversions of the call's operands to kernel operands, and of results back.
+    """Arrays of a pass in the form of the call and in the form of the kernels, and conversions of results.
 
     Attributes:
         backend: The backend that runs the pass.
         call_operands: The operands of the call.
-        prepared: The operands of the call, with ``shared_key_bias`` expanded to all heads if the kernels do not support
-            it, and without sinks if the backend does not support these.
+        prepared: The operands of the call after two changes. ``shared_key_bias`` is expanded to all heads if the
+            backend does not support it, or if ``columns`` encode it. Sinks are removed if the backend does not support
+            sinks.
         operands: The operands of the kernels.
         problem: The problem of the call.
         planned: The problem that the kernels compute.
-        columns: Additional head columns that represent key biases, if the kernels do not add key biases.
-        sinks: Sinks to apply to the output, if the backend does not support sinks.
+        columns: Extra columns of queries and keys that encode key biases, if the kernels do not add key biases.
+            Otherwise ``None``.
+        sinks: Sinks to merge into the results of the kernels, if the backend does not support sinks. Otherwise
+            ``None``.
     """
 
     backend: Backend
@@ -122,11 +126,11 @@ class KernelOperands(NamedTuple):
         return result if self.sinks is None else _saved_with_sinks(result, self.sinks)
 
     def padded_output(self, array: jax.Array) -> jax.Array:
-        """Truncate or pad the output of the call, or its cotangent, to the head dimension of the kernels."""
+        """Truncate or zero-pad an output of the call, or the output's cotangent, to the kernels' ``head_dim_v``."""
         return with_head_dim(array, self.planned.head_dim_v)
 
     def saved(self, saved: Saved) -> Saved:
-        """Convert saved results of the call for the kernels."""
+        """Convert saved results of the call to the form that the kernels read."""
         saved = saved._replace(out=self.padded_output(saved.out))
         return saved if self.columns is None else self.columns.saved(saved, self.prepared)
 
@@ -149,7 +153,7 @@ class KernelOperands(NamedTuple):
 
 
 def _saved_with_sinks(found: Saved, sinks: jax.Array) -> Saved:
-    """Merge sinks into saved results: a sink is a key whose value is zero."""
+    """Merge sinks into saved results: a sink has the effect of a key whose value is zero."""
     zeros = jnp.zeros_like(found.logsumexp)
     own = found if found.remainder is not None else found._replace(remainder=zeros)
     sink_logsumexp = jnp.broadcast_to(sinks.reshape(sinks.shape[0], *(1,) * (zeros.ndim - 2), -1), zeros.shape)

@@ -1,12 +1,13 @@
-"""The JAX primitive of a pass, with its batching, differentiation and lowering rules for one device or several.
+"""The JAX primitive of a pass: its rules for batching, for differentiation, and for lowering to one or more devices.
 
-A traced program has one equation per computation, independent of backend and platform. The backend is selected and its
-operations are traced only when the program is lowered, for the platforms of the lowering. A traced function therefore
-serves CPU and GPU, and a platform that it never runs on adds no cost.
+In a traced program, each *computation* (a pass or a derivative of a pass) is one equation, which does not depend on
+the backend or the platform. When JAX lowers the program for a platform, a backend is selected, and only then are the
+operations of this backend traced. A traced function can therefore be lowered for both CPUs and GPUs. Platforms that it
+is not lowered for cost no time.
 
-A computation is hashable, and equal computations share their compiled program. The derivative of a computation is also
-a computation. Plain JAX can therefore be differentiated to any order, and is split over a mesh in the same way as
-kernels.
+A computation is hashable, and equal computations share one compiled program. The derivative of a computation is also a
+computation. Plain JAX backends can therefore be differentiated to any order, and these derivatives are split over a
+mesh in the same way as kernels.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from natten_jax.sharding.halos.exchange import DeviceLine, Exchange
 
 _Array = Any
 _JET_RULES: dict[Primitive, Callable[..., Any]] = jet.jet_rules
-#: For each result the array, followed by its derivatives of order 1, 2, ...
+#: One list per result: the result itself, followed by its derivatives of order 1, 2, ...
 _Derivatives = list[list[jax.Array]]
 
 
 def _compute_coefficients(
     primals: Sequence[_Array], series: Sequence[Sequence[_Array]], **parameters: Any
 ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-    """Compute Taylor coefficients of a pass by nested ``jax.jvp``: the rule for ``jet``.
+    """Compute Taylor coefficients of a pass by nested ``jax.jvp``. This is the rule for ``jax.experimental.jet``.
 
-    Each further order doubles the time.
+    Each additional order doubles the time.
     """
 
     def evaluate(time: jax.Array) -> _Derivatives:
@@ -63,7 +64,7 @@ def _compute_coefficients(
 
 
 def _evaluate_polynomial(time: jax.Array, first: _Array, rest: Sequence[_Array]) -> _Array:
-    """Return ``first + rest[0] * time + rest[1] * time**2 + ...``; integers are constant."""
+    """Return ``first + rest[0] * time + rest[1] * time**2 + ...``, or only ``first`` if it has an integer type."""
     if not jnp.issubdtype(jnp.result_type(first), jnp.inexact):
         return first
     first, *rest = vary_alike([jnp.asarray(first), *map(jnp.asarray, rest)])
@@ -74,7 +75,7 @@ def _evaluate_polynomial(time: jax.Array, first: _Array, rest: Sequence[_Array])
 
 
 def _with_next_derivative(function: Callable[[jax.Array], _Derivatives]) -> Callable[[jax.Array], _Derivatives]:
-    """Append to each list that ``function`` returns the derivative of its last array."""
+    """Return a function that calls ``function`` and appends the next derivative to each of the returned lists."""
 
     def extended(time: jax.Array) -> _Derivatives:
         values, changes = jax.jvp(function, (time,), (jnp.ones_like(time),))
@@ -88,8 +89,8 @@ def _divide_by_factorials(derivatives: Sequence[jax.Array]) -> list[jax.Array]:
     return [each / jnp.asarray(math.factorial(order), each.dtype) for order, each in enumerate(derivatives)]
 
 
-#: ``checkpoint_name`` of the saved output, and ``checkpoint_name`` of the other saved arrays (logsumexp, and remainder
-#: or residuals).
+#: Two names for ``checkpoint_name``: the name of the saved output, and the name of all other saved arrays (the
+#: logsumexp, and a remainder or residuals).
 CHECKPOINT_NAMES = ("natten_jax_output", "natten_jax_logsumexp")
 
 
@@ -119,10 +120,11 @@ def refuse(*_: Any, reason: str = REASON, **__: Any) -> Any:
 
 
 def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
-    """Return an identity primitive of several arrays, with ``jvp`` as its derivative.
+    """Create a primitive that returns its arguments unchanged, with ``jvp`` as its differentiation rule.
 
-    JAX would trace the rule of a custom_jvp first and batch it afterwards, even for a gradient through jax.vmap. With a
-    primitive, JAX batches tangents only in forward mode, so that the batching rule of the tangents can raise an error.
+    With ``jax.custom_jvp`` instead, JAX would first trace the rule and then batch the traced tangents, even if only a
+    gradient through ``jax.vmap`` is computed. With a primitive, JAX batches tangents only in forward mode. The batching
+    rule of the tangents can therefore raise an error.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -142,8 +144,8 @@ def _in_reverse_only_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tup
 _in_reverse_only_p = _identity("natten_jax_in_reverse_only", _in_reverse_only_jvp)
 _JET_RULES[_in_reverse_only_p] = refuse
 
-# Passes cotangents through unchanged. Evaluating, compiling or batching this primitive raises an error: JAX does that
-# only in forward mode, which the custom_vjp that follows does not support.
+# The transpose of this primitive returns cotangents unchanged. Evaluating, lowering or batching the primitive raises an
+# error, because JAX does so only in forward mode. The custom_vjp that reads the arrays does not support forward mode.
 _tangent_p = _identity("natten_jax_tangent", refuse)
 _tangent_p.def_impl(refuse)
 ad.primitive_transposes[_tangent_p] = lambda cotangents, *_: cotangents
@@ -162,12 +164,12 @@ def _applied(primitive: Primitive, arrays: Inputs) -> Inputs:
 
 
 def in_reverse_only(arrays: Inputs) -> Inputs:
-    """Return the arrays; ``jax.grad`` and ``jax.vjp`` pass through, and forward mode raises an error."""
+    """Return the arrays unchanged. Reverse-mode differentiation is supported; forward mode raises an error."""
     return _applied(_in_reverse_only_p, arrays)
 
 
 def forward_only(arrays: Inputs) -> Inputs:
-    """Return the arrays; every derivative raises an error."""
+    """Return the arrays unchanged. Differentiation in any mode raises an error: only the forward pass is supported."""
     return _applied(_forward_only_p, arrays)
 
 
@@ -177,13 +179,15 @@ class Spec:
 
     Attributes:
         name: Name in traced programs.
-        pass_: The pass, which determines tiles and backend.
+        pass_: ``"forward"`` or ``"backward"``. Tiles and backend are selected for this pass.
         types: Function ``(request, *arguments)`` that returns the abstract types of the results.
         compute: Function ``(plan, device_call, *arguments)`` that returns the results on one device.
-        exchange: Function ``(run_part, spec, plan, request, exchange, *arguments)`` that returns the results if token
-            dimensions are split; ``run_part`` runs a pass on one device. ``None`` to exchange halos before the pass.
+        exchange: Function ``(run_part, spec, plan, request, exchange, *arguments)``, called if token dimensions are
+            split over devices. It exchanges halos and returns the results. Its argument ``run_part`` is a function that
+            runs a pass on one device. ``None`` if halos are always exchanged before the pass.
         is_differentiable: True if JAX may differentiate the pass.
-        rule: Derivative of the pass, which also reads the results; ``None`` if JAX differentiates ``compute``.
+        rule: Function that computes the derivative of the pass from the arguments and the results of the pass. ``None``
+            if JAX differentiates ``compute``.
     """
 
     name: str
@@ -195,12 +199,12 @@ class Spec:
     rule: Callable[..., Any] | None = None
 
     def __repr__(self) -> str:
-        return self.name  # the same in every process
+        return self.name  # the default repr contains addresses of functions, which differ between processes
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A pass as a function of arrays, on the backend that is selected for each platform.
+    """A pass as a function of arrays. A backend is selected for each platform.
 
     The first two arrays are query and key. The leading axes of traced arrays are the *batch dimensions*: the axes that
     ``jax.vmap`` maps, followed by the batch axis.
@@ -232,7 +236,7 @@ class Computation:
         return call.plan(self.spec.pass_)
 
     def results(self, request: Request, arguments: Sequence[Any]) -> tuple[Sequence[Role], list[Any]]:
-        """Return roles and abstract types of the results for arguments, which may be abstract types."""
+        """Return the roles and the abstract types of the results. The arguments are arrays or abstract types."""
         types = self.spec.types(request, *self.structured(arguments))
         return roles_of(types), jax.tree.leaves(types)
 
@@ -240,7 +244,7 @@ class Computation:
         """Compute the results on one device.
 
         Args:
-            plan: Plan of the computation, or of its derivative, whose ``pass_`` is ``"backward"``.
+            plan: Plan of the computation. Its ``pass_`` is ``"backward"`` if the caller computes a derivative.
             call: The device's part of the call.
             *arguments: Arrays ``[batch, ...]``, without mapped axes.
         """
@@ -248,9 +252,9 @@ class Computation:
         return results
 
     def with_origins(self) -> tuple[Computation, int]:
-        """Add an argument ``Operands.origins``; return the new computation and the position of the argument.
+        """Return a computation with ``Operands.origins`` as an additional argument, and the argument's position.
 
-        The computation must not already have this argument.
+        The original computation must not have this argument.
         """
         operands, *others = self.structured(range(self.structure.num_leaves))
         position = len(jax.tree.leaves(operands))
@@ -266,14 +270,15 @@ class Computation:
 class Derivative:
     """The derivative of a computation: tangents of its results, or cotangents of its arguments.
 
-    The arguments are the computation's arguments, its results if it has a rule, and the given tangents or cotangents.
-    All other tangents or cotangents are zero.
+    The arguments have this order: the computation's arguments, the computation's results if it has a rule, and the
+    given tangents or cotangents. Tangents or cotangents that are not given are zero.
 
     Attributes:
         computation: The computation.
         result_roles: Roles of the computation's results.
-        positions: The arguments that have tangents, or whose cotangents are computed.
-        read: The results whose cotangents are given; ``None`` to compute tangents.
+        positions: Indices of the computation's arguments: in forward mode the arguments that have tangents, in reverse
+            mode the arguments whose cotangents are computed.
+        read: In reverse mode, indices of the computation's results that have cotangents. ``None`` in forward mode.
     """
 
     computation: AnyComputation
@@ -300,10 +305,10 @@ class Derivative:
         return dataclasses.replace(self.computation.plan(call), pass_="backward")
 
     def results(self, request: Request, arguments: Sequence[Any]) -> tuple[Sequence[Role], list[Any]]:
-        """Return roles and abstract types of the results for arguments, which may be abstract types."""
+        """Return the roles and the abstract types of the results. The arguments are arrays or abstract types."""
         if self.read is None:
             roles, types = self.computation.results(request, arguments[: len(self.computation.roles)])
-            # A rule returns tangents of output and logsumexp only, because residuals are constants.
+            # A rule returns only the tangents of output and logsumexp: residuals are treated as constants.
             return (roles[:2], types[:2]) if self.computation.rule else (roles, types)
         primals = [arguments[i] for i in self.positions]
         types = types_like(arguments[0], *[(primal.shape, primal.dtype) for primal in primals])
@@ -331,7 +336,7 @@ class Derivative:
         return list(jax.vjp(results_of, *values)[1](given))
 
     def with_origins(self) -> tuple[Derivative, int]:
-        """Add an argument ``Operands.origins``; see :meth:`Computation.with_origins`."""
+        """Return a derivative with ``Operands.origins`` as an additional argument, and the argument's position."""
         computation, position = self.computation.with_origins()
         return dataclasses.replace(
             self, computation=computation, positions=tuple(i + (i >= position) for i in self.positions)
@@ -344,7 +349,7 @@ AnyComputation = Computation | Derivative
 def _compute_exchanging(
     computation: AnyComputation, call: DeviceCall, exchange: Exchange, arguments: Sequence[Any]
 ) -> list[Any]:
-    """Run a computation whose token dimensions are split: exchange halos of keys and values with other devices.
+    """Exchange halos of keys and values between devices, and run a computation whose token dimensions are split.
 
     Args:
         computation: The computation.
@@ -384,7 +389,7 @@ def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence
         every = [array if is_same else next(own)[None] for is_same, array in zip(are_same, arrays, strict=True)]
         return [result[0] for result in _run_computation(computation, entry_call, every)]
 
-    # All batch entries share one bias table, or each entry has a table.
+    # True for arrays that all batch entries share. A bias table is shared if the extent of its batch axis is 1.
     are_same = [
         role is Role.WHOLE or (role is Role.PER_HEAD_OF_ALL_ENTRIES and array.shape[0] == 1)
         for role, array in zip(computation.roles, arrays, strict=True)
@@ -405,14 +410,14 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def check(results: Iterable[jax.Array], what: str) -> None:
-    """Check results for NaN or infinity if ``jax_debug_nans`` or ``jax_debug_infs`` is set.
+    """Check results for NaN if ``jax_debug_nans`` is set, and for infinity if ``jax_debug_infs`` is set.
 
     Args:
         results: The results of an operation.
         what: Name of the operation, for the message.
 
     Raises:
-        FloatingPointError: A result contains such a value.
+        FloatingPointError: A result contains NaN or infinity, and the option for this value is set.
     """
     for option, (name, is_invalid) in _CHECKS.items():
         if getattr(jax.config, option):
@@ -428,13 +433,13 @@ _pass_p.multiple_results = True
 def bind(
     computation: AnyComputation, request: Request, arguments: Sequence[jax.Array], mapped: int = 0
 ) -> list[jax.Array]:
-    """Bind the primitive to arrays ``[*mapped, batch, ...]``, whose leading axes ``jax.vmap`` maps.
+    """Bind the primitive to arrays ``[*mapped, batch, ...]``. ``jax.vmap`` maps the axes before the batch axis.
 
     Args:
         computation: The computation.
         request: The call.
         arguments: Query, key and the other arguments of the computation.
-        mapped: Number of mapped axes.
+        mapped: Number of axes that ``jax.vmap`` maps.
     """
     if 0 in arguments[0].shape[: mapped + 1]:  # kernels reject empty batches
         types = _types(*map(jax.typeof, arguments), computation=computation, request=request, mapped=mapped)
@@ -451,7 +456,7 @@ def _types(*arguments: Any, computation: AnyComputation, request: Request, mappe
 @_pass_p.def_impl
 def _run_now(*arguments: Any, computation: AnyComputation, request: Request, **parameters: Any) -> Any:
     """Run a computation on concrete arguments as a compiled program, even under ``jax.disable_jit``."""
-    # Without compilation, JAX would call this function again.
+    # Under jax.disable_jit, jax.jit would call this function again, in an endless recursion.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _compiled(computation=computation, request=request, **parameters)(*arguments)
     check(results, f"{request.problem.describe()} of natten_jax")
@@ -471,7 +476,7 @@ def _map(
     request: Request,
     mapped: int,
 ) -> Any:
-    """Batching rule: move the mapped axis to the front of the batch dimensions, which a mesh may split."""
+    """Batching rule: move the mapped axis to the front. It becomes a batch dimension, which a mesh may split."""
     (size,) = {array.shape[axis] for array, axis in zip(arguments, axes, strict=True) if axis is not None}
 
     def in_front(array: jax.Array, axis: int | None) -> jax.Array:
@@ -511,9 +516,10 @@ def _differentiate(
 def _transpose(
     cotangents: Sequence[Any], *arguments: Any, computation: AnyComputation, request: Request, mapped: int
 ) -> list[jax.Array | None]:
-    """Return cotangents of the linear arguments.
+    """Return cotangents of the arguments in which the computation is linear.
 
-    The derivative of a linear function does not depend on its arguments, which are therefore replaced with zeros.
+    JAX gives no values for these arguments. They are replaced with zeros, because the derivative of a linear function
+    does not depend on the values of its arguments.
     """
     linear = [i for i, each in enumerate(arguments) if ad.is_undefined_primal(each)]
     if linear[0] < 2:  # no computation is linear in query or key
@@ -548,7 +554,8 @@ def _lower_for(platform: str | None) -> None:
             if not _is_left_to_xla(ctx, plan):
                 identity = f"{plan.payload()} {computation} {mapped}"
                 roles = computation.roles, computation.results(request, ctx.avals_in)[0]
-                # A mesh may split token dimensions only if all arrays cover the whole layout, without origins.
+                # A mesh may split token dimensions only if the arrays cover the whole layout. The arguments then
+                # contain neither origins nor layouts.
                 has_places = not {Role.WHOLE, Role.PER_ENTRY}.isdisjoint(computation.roles)
                 splits_tokens = request.problem.operator == "fna" and not has_places
                 with plan_marks.annotate_with_plan(plan):
@@ -559,15 +566,16 @@ def _lower_for(platform: str | None) -> None:
 
 
 def _platform_of(ctx: mlir.LoweringRuleContext) -> str:
-    """Return the platform of a lowering for a platform outside :data:`PLATFORMS`, or "other" if there are several."""
+    """Return the platform that JAX lowers for, if it is not in :data:`PLATFORMS`; "other" if there are several."""
     own, *others = (each for each in _jax_internals.platforms_of(ctx) if each not in PLATFORMS)
     return "other" if others else own
 
 
 def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
-    """Return True if XLA splits the operations of a computation itself, because no partitioner callback can run.
+    """Return True if XLA must split a computation over a mesh itself, because it cannot call the partitioner.
 
-    An exported program cannot contain callbacks, and the compiler for TPUs does not call them.
+    The partitioner is a Python callback. An exported program cannot contain callbacks, and the compiler for TPUs does
+    not call them.
 
     Raises:
         ValueError: The compiler for TPUs would have to split a kernel.
@@ -585,14 +593,15 @@ def _run_local(
     mapped: int,
     lines: Sequence[DeviceLine | None] = (),
 ) -> list[jax.Array]:
-    """Run a computation on the arrays of one device, with mapped axes and batch merged into one axis.
+    """Merge the batch dimensions of one device's arrays into one axis, and run a computation on these arrays.
 
     Args:
         *arguments: The device's arrays.
         computation: The computation.
         call: The whole call.
         mapped: Number of axes that ``jax.vmap`` maps.
-        lines: Devices that share each token dimension with this one; empty if no token dimension is split.
+        lines: Per token dimension, the devices that the dimension is split over, or ``None`` if it is not split. Empty
+            if no token dimension is split.
     """
     batch_dims = arguments[0].shape[: mapped + 1]
     own = call.request.for_part(math.prod(batch_dims), arguments[0].shape[-2], arguments[1].shape[-2])
@@ -612,7 +621,7 @@ def _run_local(
 
 
 def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
-    """Merge the batch dimensions of an argument into one axis; arrays without a batch axis stay unchanged."""
+    """Merge the batch dimensions of an argument into one axis. Return an array without a batch axis unchanged."""
     if role is Role.WHOLE:
         return array
     own = array.shape[len(batch_dims) :]
@@ -622,13 +631,16 @@ def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> ja
 
 
 def _as_mapped(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
-    """Split the batch axis of a result into its batch dimensions; sum the gradient of a shared table over the batch."""
+    """Split the first axis of a result into the batch dimensions of the call.
+
+    The gradient of an array that all batch entries share, such as a bias table, is summed over the batch axis.
+    """
     array = array.reshape(*batch_dims, *array.shape[1:])
     return jnp.sum(array, axis=len(batch_dims) - 1, keepdims=True) if role is Role.PER_HEAD_OF_ALL_ENTRIES else array
 
 
 def _run_computation(computation: AnyComputation, call: DeviceCall, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Run a computation on a device; one batch entry at a time if the kernels do not support per-entry layouts."""
+    """Run a computation on one device. If kernels do not support per-entry layouts, run one batch entry at a time."""
     plan, batch = computation.plan(call), arrays[0].shape[0]
     has_entries = Role.PER_ENTRY in computation.roles and not (isinstance(batch, int) and batch == 1)
     if has_entries and not backends.by_id(plan.backend).takes_layouts_of(plan.problem):
@@ -639,7 +651,10 @@ def _run_computation(computation: AnyComputation, call: DeviceCall, arrays: Sequ
 
 @functools.lru_cache(maxsize=4096)
 def _function(computation: AnyComputation, plan: Plan, call: DeviceCall) -> Callable[..., Any]:
-    """Return one function for equal computations: a program with many equal layers contains it once."""
+    """Return a jitted function that runs a computation.
+
+    Equal computations get the same function, so that a program with many equal layers contains it only once.
+    """
 
     def run_pass(*arguments: Any) -> Any:
         marks = plan_marks.annotate_with_plan(plan, on_all=not backends.by_id(plan.backend).capabilities.carries_plan)

@@ -1,7 +1,8 @@
-"""Wrapped keys as separate passes over strips, and the merge of forward passes over disjoint sets of keys.
+"""Additional passes over strips of wrapped keys, and the merge of forward passes over disjoint sets of keys.
 
-Kernels without support for ``edges="wrap"`` compute the layout with ``edges="cut"``. The keys that windows reach beyond
-an end of a dimension form a *strip*, which is a further pass.
+Kernels without support for ``edges="wrap"`` first run with ``edges="cut"``. Windows then lack their wrapped keys. The
+wrapped keys beyond one end of a dimension are called a *strip*. An additional pass runs over each strip, and its
+results are merged with the results of the earlier passes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from natten_jax.windows import Axis
 def merged(one: Saved, other: Saved) -> Saved:
     """Merge the saved results of forward passes over two disjoint sets of keys.
 
-    Weights are relative to the larger logsumexp, in base 2: the exact logsumexp is the rounded product of the returned
-    logsumexp and ``log2(e)``, plus the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key has a
+    The weight of a pass is ``exp2(logsumexp - largest)``, where ``largest`` is the larger logsumexp of the two passes.
+    Both logsumexps are exact and in base 2. The exact logsumexp is the rounded product of the returned logsumexp and
+    ``log2(e)``, plus the remainder (:mod:`natten_jax.arrays.remainders`). A query that sees no key in either pass has a
     zero output and a logsumexp of ``-inf``.
     """
     assert one.remainder is not None and other.remainder is not None
@@ -38,7 +40,7 @@ def merged(one: Saved, other: Saved) -> Saved:
     highest = jnp.maximum(first, second)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
     distances = (first - highest) + parts[0][0], (second - highest) + parts[1][0]
-    # For large logits these distances may be large: subtract the larger one as well, so that no weight overflows.
+    # If logits are large, these distances can be large. Subtracting the larger distance keeps weights from overflowing.
     top = jnp.maximum(*distances)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weights = [jnp.exp2((distance - top) + log2_sum) for distance, (_, log2_sum) in zip(distances, parts, strict=True)]
@@ -52,12 +54,13 @@ def merged(one: Saved, other: Saved) -> Saved:
 
 
 def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
-    """Continue a forward pass over further keys: run a pass over these keys, and merge the results.
+    """Continue a forward pass with further keys: run a pass over these keys, and merge both results.
 
     Args:
         forward_saving: Function that runs a forward pass.
-        operands: All queries, and keys that only queries of ``seeing`` see; with origins.
-        saved: Saved results of earlier passes.
+        operands: All queries, and the further keys, which only the queries in ``seeing`` see. ``origins`` is not
+            ``None``.
+        saved: Saved results of earlier passes, for all queries.
         seeing: Box of the queries that see the further keys.
     """
     assert operands.origins is not None
@@ -69,7 +72,7 @@ def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, s
 
 
 def with_start_of(box: QueryBox, origins: jax.Array) -> jax.Array:
-    """Shift the query origin to the start of a box of queries; the key origin stays the same."""
+    """Move the query origin to the first query of a box. The key origin stays the same."""
     start = box_start(box)
     return origins + jnp.stack([start, jnp.zeros_like(start)])
 
@@ -78,7 +81,7 @@ _FIRST_TOKEN_AXIS = 1  # after the batch axis
 
 
 def are_needed(plan: Plan, operands: Operands) -> bool:
-    """Return True if wrapped keys need strips: the kernels cannot wrap, or the arrays are a part of the layout."""
+    """Return True if strips are needed: the kernels cannot wrap, or the arrays contain only a part of the layout."""
     backend = backends.by_id(plan.backend)
     if not backend.capabilities.wraps_by_strips:
         return False
@@ -92,7 +95,11 @@ def are_needed(plan: Plan, operands: Operands) -> bool:
 
 
 def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-    """Return plan and operands of the pass on the local keys: of the whole layout, or of one device with its halos."""
+    """Return plan and operands of the first pass, which runs over the keys in the arrays without any strip.
+
+    Windows are cut at the ends of the dimensions that have strips. Other wrapped dimensions are split over devices, and
+    their wrapped keys are in the device's halos. These dimensions are extended (:func:`on_line`).
+    """
     pairs = zip(plan.problem.edges, _are_whole(plan, operands), strict=True)
     edges = ["cut" if is_whole else edge for edge, is_whole in pairs]
     plan = dataclasses.replace(plan, problem=plan.problem.with_axes(edges=edges))
@@ -100,9 +107,10 @@ def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
 
 
 def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-    """Replace wrapped dimensions by longer dimensions with ``edges="shift"``, without changing any window.
+    """Replace wrapped dimensions with longer dimensions and ``edges="shift"``, without changing any window.
 
-    A longer dimension has unused positions before and after the layout, so that no window reaches its ends.
+    A longer dimension has unused positions before and after the layout. No window reaches the ends of the longer
+    dimension, so no window is shifted.
     """
     axes = plan.problem.axes
     room = [_room(axis) if axis.edges == "wrap" else 0 for axis in axes]
@@ -122,10 +130,11 @@ class Side(NamedTuple):
 
     Attributes:
         first: Index of the first of these keys in the layout.
-        keys: Number of keys.
-        origin: Position of the first key beyond the end: negative before the layout, or the extent of the dimension.
-        first_query: Index of the first query that sees any of the keys.
-        queries: Number of queries from the first to the last query that sees any of the keys.
+        keys: Number of these keys.
+        origin: Coordinate of the first of these keys beyond the end: ``-keys`` before the layout, the extent of the
+            dimension after the layout.
+        first_query: Index of the first query that sees at least one of these keys.
+        queries: Number of queries from ``first_query`` to the last query that sees at least one of these keys.
     """
 
     first: int
@@ -137,7 +146,7 @@ class Side(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def sides_of(axis: Axis) -> tuple[Side, ...]:
-    """Return the wrapped keys before and after a dimension that wraps; an end that no window crosses is omitted."""
+    """Return the wrapped keys beyond both ends of a dimension. An end that no window crosses is omitted."""
     extent = axis.kv_extent
     near = np.arange(min(extent, (axis.kernel_size + axis.stride) * axis.dilation))
     before, _ = axis.reach(near)
@@ -155,13 +164,15 @@ def sides_of(axis: Axis) -> tuple[Side, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Wrapped keys beyond one end of a dimension, with corners: earlier dimensions are padded with their wrapped keys.
+    """Wrapped keys beyond one end of a dimension.
+
+    The strip includes corners: along earlier dimensions, it is padded with the wrapped keys of these dimensions.
 
     Attributes:
         axes: The token dimensions.
-        are_whole: Per dimension, True if it wraps and the local arrays have all of its keys.
-        dimension: Index of the dimension whose end the strip lies beyond.
-        side: The end, and the keys beyond it.
+        are_whole: One flag per dimension. True if the dimension wraps and the arrays contain all keys along it.
+        dimension: Index of the dimension. The strip lies beyond one end of this dimension.
+        side: The keys beyond this end, and the queries that see these keys.
         seeing: Box of the queries that see the strip.
     """
 
@@ -172,23 +183,23 @@ class Strip:
     seeing: QueryBox
 
     def taken(self, array: jax.Array) -> jax.Array:
-        """Return the strip's keys or values."""
+        """Return the keys or values of the strip, with corners, from an array of all keys or values."""
         return self._padded(self._cut(array))
 
     def added(self, total: jax.Array, gradient: jax.Array) -> jax.Array:
-        """Add the gradient of the strip's keys or values to the total gradient; the transpose of :meth:`taken`."""
+        """Add the gradient of the strip to the gradient of all keys or values: the transpose of :meth:`taken`."""
         own = self._cut(total)
         (more,) = jax.linear_transpose(self._padded, own)(gradient)
         axis = _FIRST_TOKEN_AXIS + self.dimension
         return jax.lax.dynamic_update_slice_in_dim(apart(total), own + more, self.side.first, axis)
 
     def _cut(self, array: jax.Array) -> jax.Array:
-        """Return the strip's part of an array of all keys."""
+        """Return the strip without corners: a slice of an array of all keys or values."""
         first, keys, *_ = self.side
         return jax.lax.slice_in_dim(array, first, first + keys, axis=_FIRST_TOKEN_AXIS + self.dimension)
 
     def _padded(self, array: jax.Array) -> jax.Array:
-        """Pad the earlier dimensions with their wrapped keys."""
+        """Pad a slice along the earlier dimensions with the wrapped keys of these dimensions."""
         widths = [(0, 0)] * array.ndim
         for i in self._before():
             widths[_FIRST_TOKEN_AXIS + i] = _padding(self.axes[i])
@@ -197,7 +208,7 @@ class Strip:
     def placed(self, plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
         """Return plan and operands of a pass over the strip, for all queries.
 
-        Additional tokens and sinks are omitted: the pass over the local keys includes them.
+        Additional tokens and sinks are removed, because the first pass includes them.
         """
         origin = [0] * len(self.axes)
         origin[self.dimension] = self.side.origin
@@ -212,7 +223,7 @@ class Strip:
         return plan, operands.placed(operands.origins + shift, **taken, **others)
 
     def with_added(self, total: Gradients, gradients: Gradients) -> Gradients:
-        """Add the gradients of the strip's keys, values and biases to the gradients of all keys."""
+        """Add the gradients of the strip's keys, values and key biases to the gradients of the whole arrays."""
         own = key_arrays(gradients)
         return total._replace(**{name: self.added(array, own[name]) for name, array in key_arrays(total).items()})
 
@@ -221,14 +232,14 @@ class Strip:
 
 
 def _padding(axis: Axis) -> tuple[int, int]:
-    """Return the numbers of wrapped keys that windows see before and after a dimension."""
+    """Return the number of wrapped keys before the start and the number after the end of a dimension."""
     keys = [(side.keys, 0) if side.origin < 0 else (0, side.keys) for side in sides_of(axis)]
     before, after = np.sum(keys, axis=0, dtype=int).tolist()
     return before, after
 
 
 def strips_of(plan: Plan, operands: Operands) -> Iterator[Strip]:
-    """Yield the strips of wrapped keys, except along dimensions whose halos come from other devices."""
+    """Yield the strips of all dimensions except those whose wrapped keys arrive in halos from other devices."""
     axes, are_whole = plan.problem.axes, _are_whole(plan, operands)
     queries = operands.inputs.query.shape[1:-2]
     for i, axis in enumerate(axes):
@@ -240,7 +251,7 @@ def strips_of(plan: Plan, operands: Operands) -> Iterator[Strip]:
 
 
 def _are_whole(plan: Plan, operands: Operands) -> tuple[bool, ...]:
-    """Return, per dimension, True if it wraps and the local arrays have all of its keys."""
+    """Return one flag per dimension: True if the dimension wraps and the arrays contain all keys along it."""
     pairs = zip(operands.inputs.key.shape[1:-2], plan.problem.axes, strict=True)
     return tuple(axis.edges == "wrap" and extent == axis.kv_extent for extent, axis in pairs)
 
@@ -248,8 +259,8 @@ def _are_whole(plan: Plan, operands: Operands) -> tuple[bool, ...]:
 def _room(axis: Axis) -> int:
     """Return the number of tokens to add at each end of a wrapped dimension.
 
-    With this number, all windows fit inside. It is a multiple of ``stride * dilation``, so that the same queries share
-    a window.
+    With these tokens, all windows fit inside the dimension. The number is a multiple of ``stride * dilation``, so that
+    the same queries share a window as before.
     """
     step = axis.stride * axis.dilation
     return -(-(axis.kernel_size + axis.stride) * axis.dilation // step) * step

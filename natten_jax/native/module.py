@@ -1,7 +1,7 @@
 """The native library: loading, XLA FFI targets, calls, and problems in the kernels' format.
 
-Importing this module never fails. If the library cannot be used, ``load_error`` gives the reason, and the backends that
-need it reject every problem with that reason.
+Importing this module never fails. If the library cannot be used, ``load_error`` is the reason. Backends that need the
+library then reject every problem with this reason.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ def plugins() -> tuple[int, ...]:
 
 
 def choice() -> int:
-    """Return ``NATTEN_JAX_CUDA`` for a build with kernels: the plugin's CUDA version, or 1 (any) without a plugin."""
+    """Return the value of ``NATTEN_JAX_CUDA`` for a build with kernels.
+
+    It is the major CUDA version of JAX's plugin, or 1 (any version) without a plugin.
+    """
     return max(plugins(), default=1)
 
 
 def mismatch() -> str | None:
-    """Return a message if kernels were compiled with another major CUDA version than JAX's plugin uses."""
+    """Return a message if JAX's plugins use other major CUDA versions than the kernels; otherwise ``None``."""
     built = build_info().get("cuda_version")
     installed = plugins()
     if built is None or not installed or int(built.partition(".")[0]) in installed:
@@ -59,12 +62,15 @@ def mismatch() -> str | None:
 
 KERNEL_RANK = 3
 
-#: ``Ends`` of csrc/include/natten_jax/windows.h, by causality and boundary mode of an axis.
+#: Values of the enumeration ``Ends`` in csrc/include/natten_jax/windows.h, by ``(is_causal, edges)`` of an axis.
 _ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, (False, "wrap"): 3}
 
 
 def axis_rows(problem: Problem) -> Shape:
-    """Return a row of numbers per token dimension, flattened, as in csrc/include/natten_jax/axis_fields.h."""
+    """Return the numbers that describe the kernels' three token dimensions, in one tuple.
+
+    Each dimension has the fields of csrc/include/natten_jax/axis_fields.h, in the order of that table.
+    """
     missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
     axes = (*missing, *problem.axes)
     rows = [(*axis_numbers(axis), _ENDS_OF_WINDOWS[axis.is_causal, axis.edges]) for axis in axes]
@@ -83,11 +89,11 @@ def box_start(box: QueryBox) -> jax.Array:
 
 
 def continues(kernels: str, problem: Problem) -> bool:
-    """Return True if forward kernels can merge their results into earlier results on other keys.
+    """Return True if forward kernels can merge their results into earlier results for other keys.
 
     Args:
-        kernels: Name of the kernels in ``natten_jax.native.module.limits``.
-        problem: Problem whose head widths are checked.
+        kernels: Name of the kernels, as for :func:`limits`.
+        problem: The problem. Only its head dimensions are checked.
     """
     most = limits(kernels).get("largest_continued_head_dim", 0)
     return max(problem.head_dim, problem.head_dim_v) <= most
@@ -122,7 +128,7 @@ def call(
     types = types_like(arrays[0], *[(result.shape, result.dtype) for result in results])
     in_place = {result.replaces: i for i, result in enumerate(results) if result.replaces is not None}
     values = {name: _attribute(value) for name, value in attributes.items()}
-    # Only the main call of a pass has attributes. Its metadata contains the plan.
+    # Only the main call of a pass has attributes. The metadata of this call contains the plan.
     with plan.carrying_plan() if attributes else contextlib.nullcontext():
         native_call = jax.ffi.ffi_call(target, types, input_output_aliases=in_place)
         return list(apart(native_call(*apart(arrays), **values)) if in_place else native_call(*arrays, **values))
@@ -135,21 +141,25 @@ def _attribute(value: Sequence[int] | int | float) -> Any:
 
 
 def build_info() -> Mapping[str, Any]:
-    """Return build configuration and host capabilities of the native module; empty if it could not be loaded."""
+    """Return the native module's build configuration, and the instruction sets that its kernels can use on this host.
+
+    The mapping is empty if the native module could not be loaded.
+    """
     return {} if _module is None else _module.build_info()
 
 
 def limits(architecture: str) -> Mapping[str, Any]:
-    """Return limits of the kernels ``"cpu"``, ``"sm80"``, ``"small"`` or ``"sm90"``, even if this build lacks them.
+    """Return the limits of the kernels ``"cpu"``, ``"sm80"``, ``"small"`` or ``"sm90"``.
 
-    Read from the tables in ``csrc/cuda/*/forms.h``; empty if the native module could not be loaded.
+    The native module has these limits even if this build lacks the kernels. The limits of GPU kernels come from the
+    tables in ``csrc/cuda/*/forms.h``. The mapping is empty if the native module could not be loaded.
     """
     return {} if _module is None else _all_limits(_module)[architecture]
 
 
 @functools.lru_cache(maxsize=1)
 def _all_limits(module: Any) -> Mapping[str, Any]:
-    """Return the limits of all architectures, cached because ranking tiles of shards reads them very often."""
+    """Return the limits of all kernels. They are cached because ranking the tiles of shards reads them very often."""
     return module.limits()
 
 
@@ -159,20 +169,28 @@ def estimate_of_small_windows(
     """Estimate the launches and the time of a pass with the kernels for small windows.
 
     Args:
-        axes: The ``axes`` attribute of every target.
+        axes: Result of :func:`axis_rows`.
         sizes: Batch, heads, heads_kv, head_dim, head_dim_v and additional_kv.
-        q_tile: Query tile, three extents.
-        kv_tile: Key/value tile.
-        **facts: All of the following: ``is_backward``; ``shared_memory``, in bytes per block; ``multiprocessors``, the
-            number of SMs; ``has_boxes``, True if the device has TMA; ``has_ring``, True if kernels may use ring
-            buffers; ``ring_has_boxes``, True if TMA instead of warps loads the ring buffers; ``has_relative_bias``;
-            ``has_key_bias``, True if the kernels add key biases.
+        q_tile: Three extents of the query tile.
+        kv_tile: Three extents of the key/value tile.
+        **facts: All of these are required: ``is_backward``, True for the backward pass; ``shared_memory``, bytes per
+            thread block; ``multiprocessors``, the number of SMs; ``has_boxes``, True if the device has TMA;
+            ``has_ring``, True if kernels may use ring buffers; ``ring_has_boxes``, True if TMA loads the ring buffers,
+            False if warps load them; ``has_relative_bias``, True if the problem has a relative bias; ``has_key_bias``,
+            True if the kernels add key biases.
 
     Returns:
-        ``"seconds"`` and ``"launches"``. Each launch has its ``"kernel"``, its ``"line_dimension"`` (of three), its
-        ``"seconds"`` and, for each batch entry and head, ``"regions"``, which have ``"columns"`` and ``"tiles"``, and
-        the number of multiplied query-key ``"pairs"`` unless it follows from the regions. ``None`` if the kernels do
-        not support the pass.
+        A mapping, or ``None`` if the kernels do not support the pass. ``"seconds"`` is the predicted time of the pass.
+        ``"launches"`` is a list of mappings, one per launch, with these items:
+
+        - ``"kernel"``: name of the kernel.
+        - ``"seconds"``: predicted time of the launch.
+        - ``"line_dimension"``: index of the dimension in which a warp's groups of columns are adjacent; -1 with a ring
+          buffer.
+        - ``"regions"``: number of regions of the layout, per batch entry and head.
+        - ``"columns"`` and ``"tiles"``: numbers of columns and tiles of a region.
+        - ``"pairs"``: with a ring buffer, number of query-key pairs that are multiplied per batch entry and head;
+          otherwise 0.
     """
     return None if _module is None else _module.estimate_of_small_windows(axes, sizes, q_tile, kv_tile, **facts)
 
@@ -180,24 +198,30 @@ def estimate_of_small_windows(
 def gradient_ring_of_small_windows(
     axes: Sequence[int], sizes: Sequence[int], **facts: bool | int
 ) -> Mapping[str, Any] | None:
-    """Estimate a launch for key and value gradients with a ring buffer of queries; the launch chooses its tiles.
+    """Estimate a launch that computes key and value gradients with a ring buffer of queries.
+
+    The native code chooses the tiles of the launch.
 
     Args:
         axes: As for :func:`estimate_of_small_windows`.
         sizes: As for :func:`estimate_of_small_windows`.
-        **facts: ``shared_memory``, ``multiprocessors``, ``ring_has_boxes``, ``has_relative_bias``, ``has_key_bias``.
+        **facts: ``shared_memory``, ``multiprocessors``, ``ring_has_boxes``, ``has_relative_bias`` and ``has_key_bias``,
+            as for :func:`estimate_of_small_windows`.
 
     Returns:
-        A launch as in :func:`estimate_of_small_windows`; ``None`` if the kernels do not support the problem.
+        A mapping like those in ``"launches"`` of :func:`estimate_of_small_windows`. ``None`` if the kernel does not
+        support the problem.
     """
     return None if _module is None else _module.gradient_ring_of_small_windows(axes, sizes, **facts)
 
 
 def seam_factor(axes: Sequence[int], inner: Sequence[int], outer: Sequence[int]) -> float:
-    """Return the factor by which wrapped edges slow down a pass on Hopper, with the TMA boxes that launches choose.
+    """Return the predicted time of a pass on Hopper, relative to the same pass without wrapped edges.
+
+    The prediction uses the TMA box extents that a launch would choose.
 
     Args:
-        axes: The ``axes`` attribute of every target.
+        axes: Result of :func:`axis_rows`.
         inner: Extents of the inner tiles, which a thread block loops over.
         outer: Extents of the outer tiles, one per thread block.
     """
@@ -205,12 +229,14 @@ def seam_factor(axes: Sequence[int], inner: Sequence[int], outer: Sequence[int])
 
 
 def bias_line(axes: Sequence[int], tile: Sequence[int], group: Sequence[int]) -> int:
-    """Return the entries per row of a relative bias, with padding, as the kernels for small windows read it.
+    """Return the length of the last dimension of the relative bias tables that the kernels for small windows read.
+
+    The length is a number of entries and includes padding.
 
     Args:
-        axes: The ``axes`` attribute of every target.
-        tile: Extents of a tile of rows.
-        group: Extents of a group of columns.
+        axes: Result of :func:`axis_rows`.
+        tile: Extents of a tile of rows: the tokens that a warp owns.
+        group: Extents of a group of columns: the tokens that a warp processes at a time.
     """
     return 1 if _module is None else int(_module.bias_line(axes, tile, group))
 
@@ -219,9 +245,9 @@ class BiasSums(NamedTuple):
     """Scratch sizes for the gradient of a relative bias, per batch entry and head.
 
     Attributes:
-        tiles: Number of query tiles.
-        record: Numbers per tile.
-        parts: Number of parts in which the records are summed.
+        tiles: Number of query tiles. Each tile has a record in scratch memory.
+        record: Number of float32 values in a record.
+        parts: Number of parts that the tiles are divided into. One thread block adds up the records of a part.
     """
 
     tiles: int
@@ -230,10 +256,10 @@ class BiasSums(NamedTuple):
 
 
 def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int], group: Sequence[int]) -> BiasSums:
-    """Return the scratch sizes of the kernels for small windows for the gradient of a relative bias.
+    """Return the scratch sizes that the kernels for small windows need for the gradient of a relative bias.
 
     Args:
-        axes: The ``axes`` attribute of every target.
+        axes: Result of :func:`axis_rows`.
         queries: Three query extents of the arrays.
         tile: Extents of a tile of queries.
         group: Extents of a group of keys.
@@ -242,17 +268,17 @@ def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int], 
 
 
 def additional_parts(columns: int, additional_kv: int) -> int:
-    """Return the number of partial sums of additional tokens' gradients in the kernels for small windows.
+    """Return the number of partial sums that the kernels for small windows add up to gradients of additional tokens.
 
     Args:
-        columns: Queries times heads that share a key/value head, per batch entry.
-        additional_kv: Additional tokens.
+        columns: Number of queries of a batch entry, times the number of query heads that share a key/value head.
+        additional_kv: Number of additional tokens.
     """
     return 1 if _module is None else _module.additional_parts(columns, additional_kv)
 
 
 def missing(target: str) -> str | None:
-    """Return the reason why a target cannot be called; ``None`` if it can."""
+    """Return the reason why a target cannot be called; ``None`` if it can be called."""
     if _module is None or target in _module.registrations():
         return load_error
     architectures = ", ".join(_module.build_info()["cuda_architectures"]) or "none"
@@ -260,12 +286,12 @@ def missing(target: str) -> str | None:
 
 
 def path() -> str | None:
-    """Return the path of the native module; ``None`` if it could not be loaded."""
+    """Return the path of the native module; ``None`` if the module could not be loaded."""
     return None if _module is None else _module.__file__
 
 
 def _runtime_ffi_version() -> tuple[int, int] | None:
-    """Return the FFI version of the installed jaxlib, read from its headers; ``None`` if unknown."""
+    """Read the FFI version of the installed jaxlib from the headers of jaxlib; return ``None`` if it is unknown."""
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return None
@@ -278,7 +304,8 @@ def _runtime_ffi_version() -> tuple[int, int] | None:
 def _check_ffi_version(module: ModuleType) -> None:
     runtime = _runtime_ffi_version()
     built: tuple[int, int] = module.build_info()["ffi_api_version"]
-    # A runtime supports every earlier minor version; XLA fails to initialise with a library for a later version.
+    # A runtime supports libraries for every earlier minor version. With a library for a later version, XLA fails to
+    # initialise.
     if runtime is not None and (runtime[0] != built[0] or runtime[1] < built[1]):
         raise ImportError(
             f"the native module was built for version {built[0]}.{built[1]} of the XLA FFI interface, "
@@ -287,9 +314,9 @@ def _check_ffi_version(module: ModuleType) -> None:
 
 
 def _check_files(spec: ModuleSpec) -> None:
-    """Check that the libraries are complete: loading a truncated one would kill the process."""
+    """Check that the library files are complete: loading a truncated file would kill the process."""
     if spec.origin is None or sys.platform != "linux":
-        return  # the import has a better error for missing files, and only Linux uses ELF files
+        return  # the import reports missing files more clearly, and other systems do not use ELF files
     for file in (Path(spec.origin), Path(spec.origin).with_name("libnatten_jax.so")):
         if not file.exists():
             continue
@@ -299,7 +326,7 @@ def _check_files(spec: ModuleSpec) -> None:
             raise ImportError(f"{file} is not a 64-bit ELF library")
         (sections,) = struct.unpack_from("<Q", header, 0x28)
         entry_size, entries = struct.unpack_from("<HH", header, 0x3A)
-        # The section headers are at the end of the file.
+        # The section headers end the file. A shorter file is truncated.
         if sections + entry_size * entries > file.stat().st_size:
             raise ImportError(f"{file} is truncated")
 
@@ -314,7 +341,7 @@ def _import(spec: ModuleSpec) -> ModuleType:
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
-    """Load the native module and register its targets, or return the reason why it cannot be loaded."""
+    """Load the native module and register its targets. If that fails, return ``None`` and the reason."""
     try:
         spec = source_tree.find_library()
         _check_files(spec)

@@ -91,48 +91,50 @@ def attention(
         ((2, 16, 4, 8), (2, 16, 4))
 
     Args:
-        query: ``[batch, seqlen, heads, head_dim]``, float16, bfloat16, float32 or float64;
-            or, without gradients, float8_e4m3fn or float8_e5m2.
+        query: ``[batch, seqlen, heads, head_dim]``. float16, bfloat16, float32 or float64. Also float8_e4m3fn or
+            float8_e5m2, which have no gradients.
         key: ``[batch, seqlen_kv, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
         value: ``[batch, seqlen_kv, heads_kv, head_dim_v]``.
-        scale: Factor of the logits. ``None`` is ``head_dim ** -0.5``. A number must be finite, and so must its product
-            with ``log2(e)`` in float32 (for float64 inputs only the number itself, in float64). An array, without
-            dimensions or ``[heads]``, can be learned: kernels read it in float32, and traced values that would be
-            invalid as a number give NaN. A concrete array without dimensions is treated as a number.
-        is_causal: Query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
-        query_origin: Offset of the queries in the key sequence, which must be at least as long as the query sequence:
-            query ``i`` sees the keys that query ``query_origin + i`` sees without an offset. An int, or an int32 array
-            ``[1]`` or ``[batch, 1]``. Traced values are clamped into range as by :func:`jax.lax.dynamic_slice`;
-            concrete values must be in range.
-        query_lengths: int32 ``[batch]``. Number of real queries; the padding comes after them. Traced values are
-            clamped into range; concrete values must be in range. Padding gets an output of 0, a logsumexp of ``-inf``
-            and gradients of 0, whatever its values are.
-        kv_lengths: int32 ``[batch]``. Number of real keys and values; the padding after them is hidden and gets
-            gradients of 0.
+        scale: Factor of the logits: a number, or an array with the shape ``[]`` or ``[heads]``. ``None`` is
+            ``head_dim ** -0.5``. A number must be finite, and its product with ``log2(e)`` must be finite in float32.
+            For float64 inputs, only the number itself must be finite. An array can be learned. Kernels read it
+            in float32 (in float64 for float64 inputs). Traced values give NaN if they would be invalid as numbers. A
+            concrete array without dimensions is treated as a number.
+        is_causal: If True, query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
+        query_origin: Offset of the queries in the key sequence: query ``i`` sees the keys that query
+            ``query_origin + i`` sees without an offset. The key sequence must be at least as long as the query
+            sequence. An int, or an int32 array ``[1]`` or ``[batch, 1]``. Traced values are clamped into range as by
+            :func:`jax.lax.dynamic_slice`; concrete values must be in range.
+        query_lengths: int32 ``[batch]``. Number of valid queries in each sequence; the queries after them are padding.
+            Traced values are clamped into range; concrete values must be in range. Padding gets an output of 0, a
+            logsumexp of ``-inf`` and gradients of 0, whatever its elements contain.
+        kv_lengths: int32 ``[batch]``. Number of valid keys and values in each sequence. The keys and values after them
+            are padding, which is masked out and gets gradients of 0.
         backend: ``"cpu-fmha"``, ``"flex-fmha"``, ... or ``None`` for the best backend that can run the problem.
         return_lse: Also return the logsumexp.
-        key_bias: ``[batch, seqlen_kv]`` or ``[batch, heads, seqlen_kv]``, in a floating point dtype: added to
-            every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A
-            bool array hides the keys at ``False``. A query without visible keys gets an output of 0, a logsumexp of
-            ``-inf`` and gradients of 0.
-        sinks: ``[heads]``, in a floating point dtype: per query head, an extra logit in the softmax denominator,
-            without a value.
-        query_scale: Factors of an 8-bit query (``docs/fp8.md``): a positive number, or a float32 array without
-            dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.
-        key_scale: Factors of the key: a number, or an array without dimensions, ``[batch, heads_kv]``, or
-            ``[batch, *blocks, heads_kv]`` with a factor per block of tokens. All blocks of a dimension except the last
-            have ``ceil(extent / blocks)`` tokens.
-        value_scale: Factors of the value, with the shapes of ``key_scale``.
+        key_bias: ``[batch, seqlen_kv]`` or ``[batch, heads, seqlen_kv]``, in a floating point dtype. The bias of a key
+            is added to all scaled logits of the key. A bias of ``0.5 * finfo(dtype).min`` or less, such as ``-inf``,
+            masks the key out. A bool array masks out the keys at ``False``. A query whose keys are all masked out gets
+            an output of 0, a logsumexp of ``-inf`` and gradients of 0.
+        sinks: ``[heads]``, in a floating point dtype. One extra logit per query head. Its exponential is added only to
+            the softmax denominator: there is no value for it.
+        query_scale: Factors that an 8-bit query is multiplied by (``docs/fp8.md``): a positive number, or a float32
+            array with the shape ``[]``, ``[batch, heads]`` or ``[batch, heads_kv]``.
+        key_scale: Factors that an 8-bit key is multiplied by: a positive number, or a float32 array with the shape
+            ``[]``, ``[batch, heads_kv]`` or ``[batch, blocks, heads_kv]``. The last shape has a factor per block of
+            tokens. All blocks except the last one have ``ceil(seqlen_kv / blocks)`` tokens.
+        value_scale: Factors that an 8-bit value is multiplied by, with the shapes of ``key_scale``.
         out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"`` (the default), ``"float16"`` or
             ``"float32"``.
-        fp8: ``"e4m3"`` or ``"e5m2"``: quantize wider arrays in the call. Gradients are computed without quantization.
-        **performance: :class:`natten_jax.performance.PerformanceArguments` of neighborhood attention, except that tiles
-            are sizes in tokens: ``q_tile_size``, ``kv_tile_size``, ``backward_q_tile_size``,
+        fp8: ``"e4m3"`` or ``"e5m2"``. 8-bit type to which the call quantizes query, key and value of a wider type.
+            Gradients are computed without quantization.
+        **performance: Arguments as in :class:`natten_jax.performance.PerformanceArguments`, except that tile sizes in
+            tokens replace the tile shapes: ``q_tile_size``, ``kv_tile_size``, ``backward_q_tile_size`` and
             ``backward_kv_tile_size``.
 
     Returns:
-        Output ``[batch, seqlen, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
-        logsumexp ``[batch, seqlen, heads]``, which includes the sink.
+        Output ``[batch, seqlen, heads, head_dim_v]`` in the query's dtype. With ``return_lse`` also the logsumexp
+        ``[batch, seqlen, heads]``, which includes the sinks.
 
     Raises:
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.

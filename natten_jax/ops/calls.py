@@ -42,9 +42,10 @@ from natten_jax.windows import WindowArguments
 
 
 class OperatorOptions(TypedDict, total=False):
-    """Keyword arguments of all operators except ``return_lse``, for overloads: the type of the result depends on it.
+    """Keyword arguments that all operators share, except ``return_lse``.
 
-    Add new arguments also to the signature of every operator.
+    Overloads of the operators declare ``return_lse`` separately, because the type of the result depends on it. A new
+    argument must also be added to the signature of every operator.
     """
 
     query_origin: Origin | None
@@ -58,17 +59,19 @@ class OperatorOptions(TypedDict, total=False):
 
 
 class IgnoredArgumentWarning(UserWarning):
-    """A performance argument has no effect on the backend that runs the call."""
+    """Warning that a performance argument has no effect on the backend that runs the call."""
 
 
 def warn_of_ignored(request: Request, query: jax.Array, attention_names: Collection[str] = ()) -> None:
-    """Warn about performance arguments that no pass uses on the device of a request.
+    """Warn about performance arguments that the backends for a request ignore on its device.
 
-    The warning points at the user's line that calls this package, jax or flax; Python shows it once per line.
+    The warning points at the line of the user's code that calls this package, JAX or Flax. Python shows the warning
+    once per line.
 
     Args:
         request: An attention call.
-        query: The query of the call. Its device is used if it is concrete, otherwise the default device.
+        query: The query of the call. A concrete query determines the device. If the query is traced, the device is the
+            default device.
         attention_names: The names of the arguments in ``attention_kwargs``.
     """
     for name, sentence in _ignored(request, device_of(query), backends.registered()):
@@ -78,9 +81,9 @@ def warn_of_ignored(request: Request, query: jax.Array, attention_names: Collect
 
 @functools.lru_cache(maxsize=4096)
 def _ignored(request: Request, device: Device, registered: tuple[Backend, ...]) -> tuple[tuple[str, str], ...]:
-    """Return the name of each ignored argument, and a message.
+    """Return the name of each ignored argument, with a message.
 
-    If the device cannot run the request, the first lowering target that can run it is used instead.
+    If the device cannot run the request, the first lowering target that can run the request replaces the device.
     """
     for each in dict.fromkeys((device, *lowering_targets().values())):
         try:
@@ -92,7 +95,7 @@ def _ignored(request: Request, device: Device, registered: tuple[Backend, ...]) 
         return tuple(
             (name, f"{name}={_value(asked, name)} has no effect on {each}: {why}") for name, why in reasons.items()
         )
-    return ()  # the call is rejected later
+    return ()  # no target can run the request, and the call raises an error later
 
 
 def _value(asked: Performance, name: str) -> str:
@@ -101,7 +104,7 @@ def _value(asked: Performance, name: str) -> str:
 
 
 class ExecutionArguments(NamedTuple):
-    """Arguments that select backends, performance options and devices, without an effect on the result."""
+    """Arguments that select backends, performance options and devices. They do not change what is computed."""
 
     backend: str | None
     performance: Mapping[str, Any]
@@ -123,9 +126,10 @@ def run_operator(
     *,
     quantizes: bool = True,
 ) -> Any:
-    """Run ``na{rank}d``, or ``attention`` (``"fmha"``).
+    """Run ``na{rank}d`` if ``operator`` is ``"fna"``, or ``attention`` if it is ``"fmha"``.
 
-    With ``fp8``, it calls itself with ``quantizes=False`` inside :func:`straight_through`, which defines the gradients.
+    With ``fp8``, the function calls itself with ``quantizes=False`` inside :func:`straight_through`, which defines the
+    gradients.
     """
     return_lse = flag("return_lse", return_lse)
     if quantizes and float8.fp8 is not None:
@@ -188,7 +192,7 @@ def run_operator(
     return tuple(output) if return_lse else output.out
 
 
-#: The reason for rejecting an argument in a call with ``token_axes``.
+#: By argument, the reason why a call with ``token_axes`` rejects the argument.
 _WHOLE_LAYOUT_REASONS = {
     "query_origin": "halos are exchanged of whole layouts only, so split batch and heads instead",
     "extents": "halos are exchanged of whole layouts only, so split batch and heads instead",
@@ -201,7 +205,7 @@ def _check_unsplit(arguments: Mapping[str, Any]) -> None:
     """Reject arguments that are not supported if ``token_axes`` splits the layout.
 
     Raises:
-        ValueError: An argument is given.
+        ValueError: At least one of the arguments is not ``None``.
     """
     for name, argument in arguments.items():
         if argument is not None:
@@ -209,10 +213,10 @@ def _check_unsplit(arguments: Mapping[str, Any]) -> None:
 
 
 def _with_own_layouts(problem: Problem, box: BoxArguments) -> Problem:
-    """Mark the problem as having per-entry origins or extents.
+    """Mark a problem as one whose batch entries have different origins or extents.
 
     Raises:
-        ValueError: Extents are given, and a dimension wraps.
+        ValueError: The call has extents, and a dimension wraps.
     """
     if box.has_extents and "wrap" in problem.edges:
         raise ValueError(
@@ -238,17 +242,17 @@ def _describe_call(
 
     Args:
         operator: The operator.
-        rank: Token dimensions.
+        rank: Number of token dimensions.
         types: Shapes and element types of the inputs.
         window: The window arguments.
-        clamp_window: True if windows are clamped.
-        scale: The scale, if it is a number.
-        parts: Shards per token dimension; ``None`` without ``token_axes``.
+        clamp_window: The argument ``clamp_window`` of the operator.
+        scale: The scale if it is a number or ``None``; 1.0 if the scale is an array.
+        parts: Number of shards per token dimension; ``None`` without ``token_axes``.
         performance: Names and values of the performance arguments.
-        is_box: True if the queries are a box inside the layout of the keys (``query_origin``).
+        is_box: True if the call has a ``query_origin``. The queries are then a box inside the layout of the keys.
 
     Raises:
-        ValueError: The arrays break a rule; the message has a hint if heads seem to precede tokens.
+        ValueError: The arrays break a rule. If heads seem to come before tokens, the message contains a hint.
     """
 
     def describe(inputs: Inputs) -> Problem:
@@ -276,7 +280,10 @@ def _as_jax_arrays(arrays: Sequence[ArrayLike | None]) -> Inputs:
 
 
 def _scale_of_heads(factors: Any, inputs: Inputs, problem: Problem, grid: UpsampledGrid | None) -> jax.Array:
-    """Expand an array of scales to ``[batch, heads]``, including the heads that a finer query grid is folded into."""
+    """Expand an array of scales to ``[batch, heads]``.
+
+    If ``grid`` is not ``None``, its queries are folded into heads, and ``heads`` includes these heads.
+    """
     batch, *_, heads, _ = inputs.query.shape
     if grid is None:
         return per_head(factors, batch, heads, problem.dtype)

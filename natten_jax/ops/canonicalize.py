@@ -1,4 +1,4 @@
-"""Check the arrays of a call, and convert them to the form that the passes take."""
+"""Check the arrays of a call, and convert them to the form that the passes read."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from natten_jax.windows import WindowArguments
 def hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -> str:
     """Return a hint for an error message if rejected arrays seem to have heads before tokens, otherwise ``""``.
 
-    The hint is given if ``describe`` accepts the arrays with the second dimension moved after the tokens, and the
-    number of heads then does not exceed the longest token dimension.
+    The function moves the second dimension of each array after the tokens. It returns the hint if ``describe`` accepts
+    the resulting arrays, and if their number of heads is at most the longest token extent.
     """
 
     def moved(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -48,41 +48,41 @@ def hint_of_heads_first(describe: Callable[[Inputs], Problem], inputs: Inputs) -
     return ". Do heads come first in these arrays? They come after the tokens: jnp.moveaxis(array, 1, -2)"
 
 
-#: A JAX array, or a NumPy array that is converted as by ``jnp.asarray``.
+#: A JAX array, or a NumPy array, which is converted as ``jnp.asarray`` converts it.
 ArrayLike = jax.Array | np.ndarray[Any, Any]
-#: An array, or only its shape and dtype, which are enough for a problem.
+#: An array, or only its shape and dtype, which suffice to describe a problem.
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
     """Convert an argument to an array that JAX's functions accept.
 
-    Objects with ``__jax_array__`` are converted. NumPy arrays are converted only if JAX's settings do not allow their
-    dtype.
+    The function converts objects that have ``__jax_array__``. It converts a NumPy array only if JAX's settings do not
+    allow the dtype of the array.
 
     Raises:
         TypeError: :func:`check_array` rejects the argument.
     """
-    if getattr(array, "__jax_array__", None) is not None:  # saves a call for plain arrays
+    if getattr(array, "__jax_array__", None) is not None:  # plain arrays skip this call
         array = static.array_of(array)
     dtype = getattr(array, "dtype", None)
-    if not isinstance(dtype, np.dtype) or not dtype.isnative:  # saves a call for valid arrays
+    if not isinstance(dtype, np.dtype) or not dtype.isnative:  # valid arrays skip this call
         check_array(name, array)
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         array = jnp.asarray(array)
     return array  # type: ignore[return-value]  # JAX's functions accept NumPy arrays
 
 
-#: Dtypes of operands that are added to logits. All of them can represent infinity.
+#: Dtypes that biases and sinks can have. All of these dtypes can represent infinity.
 _LOGIT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def as_logit_term(name: str, array: ArrayLike | None) -> jax.Array:
-    """Convert an operand that is added to logits to a JAX array, and check its dtype.
+    """Convert a bias or sinks to an array that JAX's functions accept, and check the dtype.
 
     Raises:
         ValueError: The dtype is not supported.
-        TypeError: :func:`check_array` rejects the operand.
+        TypeError: :func:`check_array` rejects the argument.
     """
     array = as_jax_array(name, array)
     if array.dtype.name not in _LOGIT_DTYPES:
@@ -109,14 +109,14 @@ def neighborhood_problem(
     Only shapes and dtypes of the arrays are read.
 
     Args:
-        rank: Token dimensions.
+        rank: Number of token dimensions.
         inputs: The arrays.
         window: The window arguments.
         scale: The scale; ``None`` uses ``head_dim ** -0.5``.
-        parts: Number of equal shards per token dimension. The arrays are a single shard; the problem has the whole
-            layout. ``None`` if the layout is not sharded.
-        clamp_window: Replace windows larger than the layout by the largest that fit.
-        is_box: The queries are a box inside the layout of the keys.
+        parts: Number of equal shards per token dimension. The arrays contain a single shard, but the returned problem
+            has the whole layout. ``None`` if the layout is not sharded.
+        clamp_window: True to replace windows that are larger than the layout by the largest windows that fit.
+        is_box: True if the queries are a box inside the layout of the keys.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
     _check_arrays(query, key, value, rank + 3, f"na{rank}d")
@@ -129,7 +129,7 @@ def neighborhood_problem(
                 f"{name} has token layout {array.shape[1:-2]}, but query has {layout}: "
                 "query, key and value must share one token layout"
             )
-    window.checked(rank)  # rejects a missing kernel_size, which `axes` replaces by the layout
+    window.checked(rank)  # raises if kernel_size is missing; `axes` would replace it by the layout
     tokens = tuple([extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)])
     axes = (window.clamped(tokens) if clamp_window else window).axes(tokens, tokens)
     return _problem("fna", axes, query, key, value, scale, _check_additional_kv(inputs))
@@ -171,7 +171,7 @@ def check_array(name: str, array: Any) -> None:
     """Check that an argument is an array.
 
     Raises:
-        TypeError: ``array`` is not an array, or its byte order is not this machine's, which JAX requires.
+        TypeError: ``array`` is not an array, or its byte order is not this machine's. JAX supports no other byte order.
     """
     dtype = getattr(array, "dtype", None)
     if not isinstance(dtype, np.dtype):
@@ -185,7 +185,7 @@ def check_array(name: str, array: Any) -> None:
 
 
 def _layout_of_box(query: Shaped, key: Shaped) -> tuple[int, ...]:
-    """Return the layout of the keys, after checking that the queries fit inside it."""
+    """Return the layout of the keys, after checking that the queries fit inside this layout."""
     layout = key.shape[1:-2]
     if any(some > every for some, every in zip(query.shape[1:-2], layout, strict=True)):
         raise ValueError(
@@ -254,13 +254,13 @@ def _check_additional_kv(inputs: Inputs) -> int:
 
 
 class LogitTerms(NamedTuple):
-    """The arguments that change the logits or their softmax.
+    """The arguments that change the logits or the softmax.
 
     Attributes:
-        scale: A number, or an array without dimensions or ``[heads]``.
-        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``.
-        key_bias: ``[batch, *layout]`` or ``[batch, heads, *layout]``.
-        sinks: ``[heads]``.
+        scale: A number, or an array with the shape ``[]`` or ``[heads]``. Factor of the logits.
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``. Bias per offset of a key from a query.
+        key_bias: ``[batch, *layout]`` or ``[batch, heads, *layout]``. Bias per key.
+        sinks: ``[heads]``. One extra logit per head in the softmax denominator.
     """
 
     scale: Scale | None = None
@@ -282,9 +282,10 @@ def with_biases(
         problem: The problem without biases.
         inputs: The arrays without biases and sinks.
         terms: The biases and sinks to add.
-        grid: The grid of the queries, if it is finer than the keys' grid and the queries are folded into heads.
-        kernel_size: The caller's windows, which determine the shape of the relative bias; needed if the problem's
-            windows are clamped.
+        grid: The query grid, if it is finer than the key grid and its queries are folded into heads. ``None`` if both
+            grids are equal.
+        kernel_size: Window extents that the caller passed. They determine the shape of the relative bias, and differ
+            from the problem's window extents if windows are clamped. ``None`` uses the problem's.
 
     Raises:
         ValueError: A shape or an element type is wrong.
@@ -310,13 +311,14 @@ def with_biases(
 
 
 def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Sequence[int] | None = None) -> jax.Array:
-    """Return a relative bias in the accumulator's element type, cropped to the offsets within the problem's windows.
+    """Check a relative bias, convert it to the accumulator's element type, and crop it to the problem's windows.
+
+    If windows are clamped, only the entries in the middle of the table belong to offsets inside the windows.
 
     Args:
         problem: The problem.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``.
-        kernel_size: The caller's windows; ``None`` uses the problem's. Clamped windows need only the middle of the
-            table.
+        kernel_size: Window extents that the caller passed; ``None`` uses the problem's.
 
     Returns:
         ``[heads, 2 * problem.kernel_size - 1, ...]``.
@@ -369,11 +371,15 @@ def _checked_sinks(problem: Problem, sinks: ArrayLike, grid: UpsampledGrid | Non
 
 
 def in_passes(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, jax.Array | None]:
-    """Split the inputs of a call into inputs of its passes and sinks that :func:`with_sinks` adds to the output.
+    """Return the inputs for the passes of a call, and the sinks that :func:`with_sinks` must add to the output.
 
-    The second value is ``None`` if there are no sinks or if the pass adds them. A pass adds them if the call is a
-    single request that JAX does not differentiate itself (:func:`natten_jax.execution.custom_vjp.plain_backend`), has
-    no token axes, and is not for 8-bit arrays, whose outputs are scaled after the pass.
+    The sinks are ``None`` if the call has no sinks, or if the pass itself adds them. The pass adds the sinks unless one
+    of these conditions holds:
+
+    - The call consists of several requests.
+    - The request has token axes.
+    - The arrays are 8-bit. Their output is scaled after the pass.
+    - JAX differentiates a plain JAX backend (:func:`natten_jax.execution.custom_vjp.plain_backend`).
     """
     (request, *others), sinks = requests, inputs.sinks
     is_after = others or request.token_axes or request.problem.element.is_float8
@@ -383,7 +389,7 @@ def in_passes(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, jax.
 
 
 def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
-    """Add the sinks to the softmax denominator of an output and its logsumexp; ``None`` adds nothing."""
+    """Return an output and a logsumexp whose softmax denominator includes the sinks; ``None`` changes nothing."""
     if sinks is None:
         return output
     sinks = jnp.expand_dims(sinks, range(output.logsumexp.ndim - 1))
@@ -394,18 +400,18 @@ def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
 def _with_sinks(output: Output, sinks: jax.Array) -> Any:
     accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
     sinks = with_hidden_keys(in_accumulator(sinks, accumulator))
-    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # NaN, as is its weight exp(inf - inf)
-    # A query without visible keys has a logsumexp of -inf, with derivatives of NaN.
+    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # NaN: an infinite sink has the weight exp(inf - inf)
+    # If all keys of a query are masked out, the logsumexp is -inf. It is replaced because its derivatives would be NaN.
     is_empty = jnp.isneginf(output.logsumexp)
     keys = jnp.where(is_empty, 0, output.logsumexp)
-    # In this form the derivative is precise even if the sink's weight is tiny.
+    # This form of the logistic function has an accurate derivative even if the weight of the sink is tiny.
     share = jnp.where(is_empty, 0, jnp.exp(-jax.nn.softplus(sinks - keys)))
     logsumexp = jnp.where(is_empty, sinks, jnp.logaddexp(keys, sinks))
     return Output((output.out.astype(accumulator) * share[..., None]).astype(output.out.dtype), logsumexp)
 
 
 class BoxArguments(NamedTuple):
-    """Arguments about the positions of queries and keys; only ``attention`` has lengths."""
+    """Arguments about the positions of queries and keys. Only ``attention`` has the two arguments for lengths."""
 
     query_origin: Origin | None = None
     extents: Counts | None = None
@@ -421,7 +427,7 @@ class BoxArguments(NamedTuple):
 
 
 class TokenOffsets(NamedTuple):
-    """Offsets of the queries and unpadded extents, as in :class:`natten_jax.arrays.operands.Operands`."""
+    """The fields ``origins`` and ``layouts`` of :class:`natten_jax.arrays.operands.Operands`."""
 
     origins: jax.Array | None = None
     layouts: jax.Array | None = None
@@ -432,13 +438,13 @@ class TokenOffsets(NamedTuple):
         return self.origins is None and self.layouts is None
 
     def without_padding(self, query: jax.Array) -> jax.Array:
-        """Return the query with zeros in the padding."""
+        """Return the query array with its padding set to zero."""
         assert self.layouts is not None
         inside = is_real(self.layouts, query.shape[1:-2], for_queries=True)[..., None, None]
         return jnp.where(split_like(inside, query), query, 0)
 
     def with_nothing_outside(self, output: Output) -> Output:
-        """Zero the output and set the logsumexp to -inf in the padding."""
+        """In the padding, set the output to zero and the logsumexp to ``-inf``."""
         assert self.layouts is not None
         inside = is_real(self.layouts, output.out.shape[1:-2], for_queries=True)[..., None]
         return Output(
@@ -448,11 +454,11 @@ class TokenOffsets(NamedTuple):
 
 
 def token_offsets(inputs: Inputs, box: BoxArguments) -> TokenOffsets:
-    """Check the arguments about origins and extents of a call.
+    """Check the arguments of a call about origins and extents, and convert them to arrays for the passes.
 
     Raises:
         ValueError: A number is out of range, or an argument has a wrong shape.
-        TypeError: An argument does not hold integers.
+        TypeError: An argument contains values that are not integers.
     """
     if box.query_origin is None and not box.has_extents:
         return TokenOffsets()
@@ -468,7 +474,8 @@ def token_offsets(inputs: Inputs, box: BoxArguments) -> TokenOffsets:
     origin, query_counts, key_counts = (
         None if each is None else replicated(each) for each in (origin, query_counts, key_counts)
     )
-    # If a mesh shards the axis that jax.vmap maps, JAX cannot stack mapped and unmapped arrays: pad and add them.
+    # If a mesh shards the axis that jax.vmap maps, JAX cannot stack mapped arrays with unmapped arrays. The arrays are
+    # therefore padded and added instead.
     missing = KERNEL_RANK - len(layout)
     if query_counts is None and key_counts is None and (origin is None or origin.ndim == 1):
         return TokenOffsets(None if origin is None else jnp.pad(origin[None], ((0, 1), (missing, 0))))
@@ -487,30 +494,30 @@ def token_offsets(inputs: Inputs, box: BoxArguments) -> TokenOffsets:
 
 
 class UpsampledGrid(NamedTuple):
-    """A query grid whose extents are multiples of the key grid's.
+    """A query grid whose extents are multiples of the extents of the key grid.
 
-    Each key has a cell of ``factors`` queries along the dimensions. The queries of a cell are folded into heads.
+    The queries form *cells*, one per key. The queries of a cell are folded into heads.
 
     Attributes:
-        factors: Queries per cell, along each token dimension.
+        factors: Number of queries in a cell along each token dimension.
     """
 
     factors: tuple[int, ...]
 
     @classmethod
     def from_upsample(cls, upsample: Ints, rank: int) -> UpsampledGrid | None:
-        """Create the grid from the argument ``upsample``; ``None`` if both grids are equal.
+        """Create the grid from the argument ``upsample``. Return ``None`` if the query and key grids are equal.
 
         Raises:
-            ValueError: ``upsample`` has a wrong length, or a number below 1.
-            TypeError: ``upsample`` has values that are not ints.
+            ValueError: ``upsample`` has a wrong length, or contains a number below 1.
+            TypeError: ``upsample`` contains values that are not ints.
         """
         factors = static.int_tuple("upsample", upsample, rank)
         return None if set(factors) == {1} else cls(factors)
 
     @property
     def queries(self) -> int:
-        """Queries per cell."""
+        """Number of queries in a cell."""
         return math.prod(self.factors)
 
     def folded(self, inputs: Inputs, is_box: bool) -> Inputs:
@@ -557,7 +564,7 @@ class UpsampledGrid(NamedTuple):
         return Output(self._unfolded(output.out), self._unfolded(output.logsumexp[..., None])[..., 0])
 
     def scales(self, scale: jax.Array) -> jax.Array:
-        """Repeat ``[batch, heads, ...]`` for the heads that :meth:`folded` makes of a cell's queries."""
+        """Repeat an array ``[batch, heads, ...]`` along heads, once per query of a cell, in the order of ``folded``."""
         batch, heads, *others = scale.shape
         repeated = jnp.broadcast_to(jnp.expand_dims(scale, 2), (batch, heads, self.queries, *others))
         sources = [0, 1, *range(3, repeated.ndim)]
