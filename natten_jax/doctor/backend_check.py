@@ -127,7 +127,7 @@ def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> dict[str, n
     group = problem.heads // problem.heads_kv
 
     def tokens(*names: str) -> np.ndarray:
-        """Return ``[batch, heads, tokens, width]``."""
+        """Concatenate the named arrays along tokens: return ``[batch, heads, tokens, width]``."""
         parts = [inputs[name] for name in names if name in inputs]
         flat = [part.reshape(problem.batch, -1, *part.shape[-2:]) for part in parts]
         return np.concatenate(flat, axis=1).swapaxes(1, 2)

@@ -1,13 +1,13 @@
 """The JAX primitive of a pass: its rules for batching, for differentiation, and for lowering to one or more devices.
 
-In a traced program, each *computation* (a pass or a derivative of a pass) is one equation, which does not depend on
-the backend or the platform. When JAX lowers the program for a platform, a backend is selected, and only then are the
+A *computation* is a pass or a derivative of a pass. In a traced program, it is a single equation, which does not depend
+on the backend or the platform. When JAX lowers the program for a platform, a backend is selected. Only then are the
 operations of this backend traced. A traced function can therefore be lowered for both CPUs and GPUs. Platforms that it
 is not lowered for cost no time.
 
 A computation is hashable, and equal computations share one compiled program. The derivative of a computation is also a
-computation. Plain JAX backends can therefore be differentiated to any order, and these derivatives are split over a
-mesh in the same way as kernels.
+computation. Plain JAX backends can therefore be differentiated to any order. Their derivatives are split over a mesh in
+the same way as kernels.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def refuse(*_: Any, reason: str = REASON, **__: Any) -> Any:
 def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
     """Create a primitive that returns its arguments unchanged, with ``jvp`` as its differentiation rule.
 
-    With ``jax.custom_jvp`` instead, JAX would first trace the rule and then batch the traced tangents, even if only a
-    gradient through ``jax.vmap`` is computed. With a primitive, JAX batches tangents only in forward mode. The batching
-    rule of the tangents can therefore raise an error.
+    With a primitive, JAX batches tangents only in forward mode, so that the batching rule of the tangents can raise an
+    error. With ``jax.custom_jvp``, JAX would also batch the tangents when only a gradient through ``jax.vmap`` is
+    computed, because JAX would trace the rule before batching it.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -185,7 +185,7 @@ class Spec:
         exchange: Function ``(run_part, spec, plan, request, exchange, *arguments)``, called if token dimensions are
             split over devices. It exchanges halos and returns the results. Its argument ``run_part`` is a function that
             runs a pass on one device. ``None`` if halos are always exchanged before the pass.
-        is_differentiable: True if JAX may differentiate the pass.
+        is_differentiable: True if the pass has derivatives.
         rule: Function that computes the derivative of the pass from the arguments and the results of the pass. ``None``
             if JAX differentiates ``compute``.
     """
@@ -219,7 +219,7 @@ class Computation:
 
     @property
     def is_differentiable(self) -> bool:
-        """True if JAX may differentiate the pass."""
+        """True if the pass has derivatives."""
         return self.spec.is_differentiable
 
     @property

@@ -1,4 +1,4 @@
-"""The native library: loading, XLA FFI targets, calls, and problems in the kernels' format.
+"""The native library: loading, XLA FFI targets, calls of these targets, and problems in the kernels' format.
 
 Importing this module never fails. If the library cannot be used, ``load_error`` is the reason. Backends that need the
 library then reject every problem with this reason.

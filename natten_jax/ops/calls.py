@@ -1,6 +1,7 @@
 """The shared implementation of ``na1d``, ``na2d``, ``na3d`` and ``attention``.
 
-It checks the arguments, runs the sub-calls, and merges their outputs.
+This module checks the arguments of an operator call, runs the attention calls that the operator call is split into (its
+sub-calls), and merges their outputs.
 """
 
 from __future__ import annotations
