@@ -1,44 +1,49 @@
-// Forms in which the Hopper kernels are compiled, and their limits. Only plain numbers: the launch code selects a form
-// from them, the kernels are instantiated from them, and Python reads them in every build.
+// Forms (compiled variants) of the Hopper kernels, and limits of the kernels. This file contains only constants, so
+// that builds without CUDA can include it. The kernels are instantiated from these constants, and the launch code
+// chooses a form from them. The Python module also exports some of them.
 #pragma once
 
 #include <cstdint>
 
 namespace natten_jax::sm90 {
 
-/// Head dimensions must be multiples of this, because TMA requires row strides that are multiples of 16 bytes.
+/// Head dimensions must be multiples of these numbers, because TMA requires row strides that are multiples of 16 bytes.
 inline constexpr std::int64_t kHeadDimStep = 8;
 inline constexpr std::int64_t kFloat8HeadDimStep = 16;
 inline constexpr std::int64_t kLargestHeadDim = 256;
 
-/// Bytes of shared memory per CTA.
+/// Maximum shared memory of a CTA, in bytes.
 inline constexpr int kSharedMemory = 227 << 10;
 
-/// The widest heads for which shared memory holds an output tile next to a query tile. Only forward launches with
-/// heads of at most this width can continue earlier launches, whose output they load into that tile.
+/// Maximum head dimension of forward launches that continue earlier launches (Continuation). A continuing launch loads
+/// the output of the earlier launches into an output tile. Shared memory holds an output tile in addition to the query
+/// tile only up to this head dimension.
 inline constexpr std::int64_t kLargestContinuedHeadDim = 128;
 
-/// Minimum number of tiles per CTA for dynamic scheduling. With fewer tiles, clearing the counter first costs more than
-/// it saves.
+/// Minimum number of query tiles per CTA for dynamic scheduling, in which CTAs take tiles from a counter. With fewer
+/// tiles, clearing the counter before the launch takes longer than dynamic scheduling saves.
 inline constexpr std::int64_t kTilesWorthCounting = 4;
 
-/// A form of a kernel: its maximum head dimension and the maximum number of tokens of its tiles.
+/// A form of a kernel: its maximum head dimension, and the maximum numbers of queries and keys in its tiles.
 struct Form {
   int head_dim;
   int queries;
   int keys;
 };
 
-/// Elements of a head per k-step of a wgmma with 16-bit operands.
+/// Number of head elements over which a wgmma instruction with 16-bit operands sums. A k-step is one such instruction
+/// of a product.
 inline constexpr int kStep = 16;
 
-/// True if products over a head take fewer k-steps than the form has. Narrow heads have separate kernels: checking for
-/// the end of the head would make forward passes with heads of 128 from 2 to 7% slower (H100).
+/// True if a product over heads of `head_dim` elements takes fewer k-steps than a product over heads of `form_head_dim`
+/// elements. Only the kernels for such narrow heads check in each product where the head ends. In the other kernels,
+/// this check would slow down forward passes by 2 to 7% (H100, heads of 128).
 constexpr bool is_narrow(std::int64_t head_dim, int form_head_dim) {
   return head_dim <= form_head_dim - kStep;
 }
 
-/// Sorted by head dimension, then by tile size. A warpgroup computes 64 queries.
+/// Forms are sorted by head dimension, then by tile size. In the forward kernels, each consumer warpgroup computes 64
+/// queries of a tile, so `queries` also determines the number of these warpgroups.
 inline constexpr Form kForwardForms[] = {
     {64, 128, 128}, {64, 192, 128}, {128, 128, 96}, {128, 128, 128}, {192, 128, 96}, {256, 128, 64},
 };

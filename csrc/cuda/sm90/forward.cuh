@@ -1,10 +1,14 @@
-// Forward neighborhood attention for Hopper: TMA loads of multi-dimensional tiles from the natural layout, wgmma.
+// Forward neighborhood attention for Hopper. TMA loads multi-dimensional tiles directly from the arrays of the call,
+// and wgmma computes the products.
 //
-// The first warpgroup is the producer (forward_pipeline.cuh). Each of its warps has one task: load query and key
-// tiles, plan tiles, load value tiles, or store output tiles. Each of two or three consumer warpgroups computes 64
-// query rows (forward_attention.cuh): logits, online softmax in base 2, output. Key/value tiles start at the first key
-// in the query tile's windows. A tile that every row sees completely is not masked; other tiles use a mask bit per
-// element (forward_mask.cuh).
+// A CTA consists of a producer warpgroup and two or three consumer warpgroups. The producer (forward_pipeline.cuh) has
+// a warp for each of four tasks: loading query and key tiles, planning query tiles, loading value tiles, and storing
+// output tiles. Each consumer warpgroup (forward_attention.cuh) computes 64 rows of the query tile: their logits,
+// online softmax in base 2, and output.
+//
+// The key/value tiles of a query tile cover the bounding box of all keys that its queries attend to (see). If all rows
+// of a warpgroup attend to all keys of a key/value tile, the warpgroup does not mask the tile. In other tiles, it uses
+// a mask with a bit per logit (forward_mask.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -14,11 +18,11 @@
 
 namespace natten_jax::sm90 {
 
-/// Initialises mbarriers and buffers, and prefetches tensor maps.
+/// Prepares a CTA: initialises mbarriers and buffers, and prefetches tensor maps.
 template <class Traits>
 CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   if (p.clears_tiles) {
-    // Rows that no load writes must be finite, because they are multiplied by weights of zero.
+    // Rows that no load writes are multiplied by weights of zero. They must be finite, so they are set to zero here.
     constexpr int kWords = offsetof(typename Traits::SharedStorage, o) / sizeof(uint4);
     for (int i = threadIdx.x; i < kWords; i += Traits::kThreads) {
       reinterpret_cast<uint4*>(&shared)[i] = make_uint4(0, 0, 0, 0);
@@ -43,7 +47,9 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     ClusterBarrier::init(&shared.first_key_loaded, 1);
     ClusterBarrier::init(&shared.full_q, 1);
     ClusterBarrier::init(&shared.empty_q, Traits::kSeparateOutput ? Traits::kConsumers : 1);
-    ClusterBarrier::init(&shared.empty_o, continues<Traits>(p) ? kWarp : 1);  // each lane that fetches earlier results
+    // If the launch continues earlier ones, every lane that fetches their results arrives. Otherwise, only the thread
+    // that stores output arrives.
+    ClusterBarrier::init(&shared.empty_o, continues<Traits>(p) ? kWarp : 1);
     for (int i = 0; i < Traits::kPlans; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], kWarp);
       ClusterBarrier::init(&shared.full_windows[i], kWarp);
@@ -64,7 +70,8 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm90_fna_forward(const __grid_constant__ ForwardParams p) {
-  // No static shared memory: the dynamic part starts at a multiple of 1024 bytes, as the swizzle needs.
+  // The swizzle requires that dynamic shared memory starts at a multiple of 1024 bytes. It does, because the kernel has
+  // no static shared memory.
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare<Traits>(p, shared);

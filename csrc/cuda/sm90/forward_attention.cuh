@@ -1,4 +1,4 @@
-// Consumer warpgroups of the forward kernel: logits, softmax, output.
+// Work of the consumer warpgroups of the forward kernel: logits, softmax, output.
 #pragma once
 
 #include "cuda/sm90/forward_key_bias.cuh"
@@ -8,9 +8,10 @@
 
 namespace natten_jax::sm90 {
 
-/// Products and softmax of one warpgroup: 64 rows of every query tile.
+/// Computes the products and the softmax for the 64 rows that a warpgroup has in every query tile.
 ///
-/// The methods are the steps of `run`. All are inlined, so that members stay in registers.
+/// `run` loops over all tiles, and the other methods are its steps. All methods are inlined, so that members stay in
+/// registers.
 template <class Traits>
 class Attention {
  public:
@@ -25,9 +26,10 @@ class Attention {
         products(shared, warpgroup, thread),
         mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
         order(warpgroup) {
-    // The output buffer first receives the output of earlier launches. Here and below, this tests `p.continues` instead
-    // of `continues<Traits>(p)`: without the branch, ptxas schedules the softmax of plain problems differently. Neither
-    // schedule was shown to be faster.
+    // If the launch continues earlier ones, the first load into the output buffer is the output of these launches. Here
+    // and in `finish_query_tile`, the condition is `p.continues`. With `continues<Traits>(p)`, the kernels for plain
+    // problems would not contain this branch. This would change how ptxas schedules their softmax, but neither schedule
+    // was shown to be faster.
     if (p.continues) output.advance();
   }
 
@@ -39,14 +41,15 @@ class Attention {
     find_seen();
     start_first_s();
     order.pass_turn();
-    warpgroup_wait<0>();  // otherwise ptxas gives S different registers at loop entry and back edge
+    // Without this wait, ptxas gives S different registers at the entry and at the back edge of the loop.
+    warpgroup_wait<0>();
     int finished;
     while (true) {
       plan_mask();
       warpgroup_wait<0>();
       finish_s();
       to_weights();
-      // The logits of a tile overlap with the output of the tile before.
+      // Computes the logits of a key tile while the weighted values of the previous tile are added to the output.
       while (mask != kHidden) {
         start_s();
         start_o();
@@ -73,7 +76,7 @@ class Attention {
       find_seen();
       start_first_s();
       order.pass_turn();
-      // The next tile's first logits are computed meanwhile.
+      // Completes the previous query tile while the first logits of the next one are computed.
       if constexpr (Traits::kSeparateOutput) finish_query_tile(finished);
       scale_logits();
     }
@@ -83,7 +86,7 @@ class Attention {
  private:
   static constexpr int kColumns = Traits::kColumns;
 
-  /// First of the two rows that the thread holds; the other is 8 rows below.
+  /// First of the two rows of which the thread holds elements. The second one is row `first_row() + 8`.
   CUTE_DEVICE int first_row() const { return warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4; }
 
   CUTE_DEVICE static LaneMask<KeyColumnMask> build_mask(const ForwardParams& p, SharedStorage& shared) {
@@ -99,7 +102,7 @@ class Attention {
     softmax.start();
   }
 
-  /// Moves to the next query tile. Returns false after the last.
+  /// Moves to the next query tile, and waits for its plan and its queries. Returns false if no query tile is left.
   CUTE_DEVICE bool next_query_tile() {
     slot.wait_full(shared.full_plan);
     left = shared.plan[slot.index].kv_tiles;
@@ -111,7 +114,8 @@ class Attention {
     return true;
   }
 
-  /// Reads the scale of a query tile's head, once the sums of the tile before are complete.
+  /// Reads the scale of the current query tile's head. Must be called after the sums of the previous query tile are
+  /// complete, because they use the previous scale.
   CUTE_DEVICE void scale_logits() { softmax.exponent_scale = shared.plan[slot.index].exponent_scale; }
 
   CUTE_DEVICE void load_query() {
@@ -122,20 +126,21 @@ class Attention {
          thread_copy.retile_D(products.query));
   }
 
-  /// Releases the query's buffer after the last key tile.
+  /// Releases the buffer of Q after the query tile's last key tile, unless Q is in registers or the buffer also
+  /// receives the output.
   CUTE_DEVICE void leave_query() {
     if constexpr (Traits::kSeparateOutput && !Traits::kQueryInRegisters) {
       if (left == 0) arrive(shared.empty_q);
     }
   }
 
-  /// Mask of the tile in a key buffer, for this warpgroup.
+  /// Waits until the key tile at `keys` is loaded, and returns its mask mode for this warpgroup.
   CUTE_DEVICE int mask_in(Ring<Traits::kStages> keys) const {
     keys.wait_full(shared.full_k);
     return shared.tile[keys.index].w >> kMaskBits * warpgroup & kHidden;
   }
 
-  /// Skips tiles that no row sees. Returns false if no visible tile is left.
+  /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if only such tiles were left.
   CUTE_DEVICE bool find_seen() {
     while (left > 0) {
       mask = mask_in(k);
@@ -159,8 +164,9 @@ class Attention {
     products.start_s(k.index, p.head_dim);
   }
 
-  /// Starts the first product of a query tile. The wgmma waits for the registers of Q, so Q's buffer in shared memory
-  /// is free once the wgmma is issued.
+  /// Starts the product for the logits of the query tile's first key tile. If the product reads Q from registers, Q is
+  /// loaded first. Its buffer in shared memory is free once the wgmma is issued, because the wgmma waits for these
+  /// registers.
   CUTE_DEVICE void start_first_s() {
     if constexpr (Traits::kQueryInRegisters) load_query();
     start_s();
@@ -172,7 +178,8 @@ class Attention {
     products.start_o(v.index);
   }
 
-  /// Computes the mask of the tile and reads the mask mode of the next one, while the product is running.
+  /// Computes the mask of the current key tile, and reads the mask mode of the next key tile. Called while the product
+  /// for the logits of the current tile runs.
   CUTE_DEVICE void plan_mask() {
     const int4 tile = shared.tile[k.index];
     if (mask == kWindowMask) {
@@ -227,7 +234,8 @@ class Attention {
     softmax.add_weights();
   }
 
-  /// Hands the output of a slot's query tile to the storing warp and resets the state.
+  /// Completes the query tile whose plan is in slot `finished`: passes its output to the warp that stores it, and
+  /// resets the output and the softmax for the next query tile.
   CUTE_DEVICE void finish_query_tile(int finished) {
     softmax.finish();
     RowSums sums = softmax.sums();
@@ -243,7 +251,8 @@ class Attention {
     start_output();
   }
 
-  /// Merges in the output of earlier launches, which TMA has loaded into the output buffer.
+  /// Waits until TMA has loaded the output of earlier launches into the output buffer, and merges it with the output of
+  /// this launch.
   CUTE_DEVICE void merge_earlier(RowSums& sums) {
     output.wait_empty(shared.empty_o);
     float kept[2], own[2];
@@ -272,12 +281,12 @@ class Attention {
     CUTE_UNROLL
     for (int e = 0; e < size(pairs); ++e) {
       pairs(e) = pack<Element>(o(2 * e) * normalisation[e % 2], o(2 * e + 1) * normalisation[e % 2]);
-      // Rows of Q that no load writes must stay zero: they share warps with real rows, and warp votes include their
-      // logits.
+      // Without a separate output tile, the output overwrites Q. Rows past the end of the query tile must stay zero,
+      // because no later load of Q writes them, and the warp votes of the softmax include their logits.
       if (!Traits::kSeparateOutput && !mask_of_rows.row[e % 2].exists()) pairs(e) = 0;
     }
-    // A TMA store may still be reading a separate output tile. Without a separate tile, the warpgroup overwrites its
-    // own rows of Q.
+    // A separate output tile may still be read by the previous TMA store, so the warpgroup waits. Without a separate
+    // tile, it overwrites its own rows of Q and need not wait.
     if constexpr (Traits::kSeparateOutput) {
       output.wait_empty(shared.empty_o);
       output.advance();
@@ -299,10 +308,10 @@ class Attention {
   OnlineSoftmax<Element> softmax;
   Ring<Traits::kStages> k, v;
   std::conditional_t<Traits::kHasKeyBias, Ring<Traits::kBiasStages>, std::nullptr_t> bias;
-  Ring<Traits::kPlans> slot;  // of the query tile's plan
+  Ring<Traits::kPlans> slot;  // Slot with the plan of the current query tile.
   SingleBuffer query, output;
-  int left;             // remaining key/value tiles of the query tile
-  int mask, next_mask;  // of the current tile and of the next
+  int left;             // Number of key/value tiles of the query tile that are left.
+  int mask, next_mask;  // Mask modes of the current key/value tile and of the next one.
 };
 
 }  // namespace natten_jax::sm90

@@ -1,4 +1,4 @@
-// Launches the forms of the forward kernel, and instantiates them.
+// Launch and instantiation of the forms (compiled variants) of the forward kernel.
 #pragma once
 
 #include "cuda/common/arithmetic.cuh"
@@ -16,7 +16,7 @@ Status launch_traits(const ForwardParams& params, int ctas, cudaStream_t stream)
   return status_of(launch_form<Traits>(natten_jax_sm90_fna_forward<Traits>, ctas, stream, params));
 }
 
-/// Chooses the kernel by the width of heads.
+/// Launches the kernel for narrow heads if the heads are narrow (`is_narrow`), otherwise the kernel for full heads.
 template <class Element, int kNumber, bool kPingPong>
 Status launch_width(const ForwardParams& params, int ctas, cudaStream_t stream) {
   constexpr Form kForm = kForwardForms[kNumber];

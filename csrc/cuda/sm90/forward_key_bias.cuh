@@ -1,5 +1,5 @@
-// Key biases in the forward kernel: the warp that loads values copies them to shared memory for the consumer
-// warpgroups.
+// Key biases in the forward kernel. The warp that loads values copies the biases to shared memory, from which the
+// consumer warpgroups read them.
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
@@ -10,7 +10,7 @@
 
 namespace natten_jax::sm90 {
 
-/// Adds a tile's biases to the products of a thread's rows.
+/// Adds the biases of a key tile to a thread's elements of the products of queries and keys.
 template <class Traits, class Logits>
 CUTE_DEVICE void add_biases(AccumulatorRows<Logits> s, const float* biases) {
   biases += threadIdx.x % 4 * Traits::kLaneBiases;
@@ -27,28 +27,30 @@ CUTE_DEVICE void add_biases(AccumulatorRows<Logits> s, const float* biases) {
   }
 }
 
-/// Loads the biases of key tiles; each lane of a warp loads every 32nd.
+/// Loads the biases of key tiles to shared memory. Runs in one warp. Each lane loads every 32nd bias of a tile.
 ///
-/// A single warp of the SM does this in addition to loading values, with few registers. So values common to all tiles
-/// are kept in shared memory, and copies are asynchronous and use no registers. Divisions for each tile made forward
-/// passes 1.5 to 1.9 times as long (H100). The warp that loads keys does not load biases, because it also computes the
-/// mask modes of tiles.
+/// The warp also loads values, and has few registers. So the positions of keys in a tile are computed only once per CTA
+/// and kept in shared memory (`prepare_biases`): with divisions for each tile, forward passes took 1.5 to 1.9 times as
+/// long (H100). Copies are asynchronous, because asynchronous copies need no registers. The warp that loads keys does
+/// not load biases, because it also computes the mask modes of tiles.
 ///
-/// The copies run ahead of the keys, so that consumers do not wait longer for biases than for keys. The copies need no
-/// empty barrier: when the warp copies a tile's biases, it has waited for the value buffer of the tile `kBiasStages`
-/// tiles earlier. Consumers release that buffer after they have added the biases of its tile.
+/// A tile's biases are copied before its values are loaded, so that consumers do not wait longer for biases than for
+/// keys. The buffers of biases need no barriers that mark them as empty. When the warp starts to copy a tile's biases,
+/// it has already waited until consumers released the values of the tile `kBiasStages` tiles earlier. Consumers release
+/// the values of a tile only after they have added its biases.
 template <class Traits>
 class TileBiases {
  public:
-  /// Prepares for a new query tile.
+  /// Computes the address and the conversion factor of the biases for a new query tile.
   CUTE_DEVICE void start(const ForwardParams& p, const TilePlan& plan) {
     of_head = reinterpret_cast<const char*>(biases_of_head(p, plan.head));
     first_of_group = token_of_slot(p, plan.kv_slot);
     in_products = products_per_base2_logit(plan.exponent_scale);
   }
 
-  /// Starts to copy the biases of the tile at `walk`, which is the next tile or `ahead` tiles after it. Rows without a
-  /// visible key get the bias of an arbitrary key, because the mask hides them anyway.
+  /// Starts to copy the biases of the key tile at `walk`. `ahead` is 0 if `finish` completes this tile next, and 1 if
+  /// `finish` completes one other tile first. Rows of the tile that no query attends to may get the bias of another
+  /// key, because their logits are masked out.
   CUTE_DEVICE void fetch(const ForwardParams& p, typename Traits::SharedStorage& shared, const KvWalk& walk,
                          int ahead) {
     const bool goes_around = !Traits::kIsPlain && p.kv_boxes.go_around;
@@ -59,20 +61,21 @@ class TileBiases {
       const int place = shared.bias_places[row(i)];
       const int from_first = goes_around ? tokens_around(p, walk, place) : place;
       const unsigned token = min(static_cast<unsigned>(first + from_first), static_cast<unsigned>(p.last_key));
-      // A single instruction: the byte stride between tokens fits in 32 bits.
+      // This product is a single instruction, because the byte stride between tokens fits in 32 bits.
       const std::uint64_t bytes = static_cast<std::uint64_t>(token) * (4u * static_cast<unsigned>(p.key_bias_heads));
       copy_word_async(destination + 4 * place_of_bias(i), of_head + bytes, true);
     }
     commit_copies();
   }
 
-  /// Zeroes the biases of a tile of additional keys, which have none.
+  /// Zeroes the biases of a tile of additional keys, because additional keys have no biases.
   CUTE_DEVICE void clear(typename Traits::SharedStorage& shared) {
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) shared.key_bias[tile % Traits::kBiasStages][place_of_bias(i)] = 0.f;
   }
 
-  /// Converts the next tile's biases to terms of the products. Copies of the tile after it may still be running.
+  /// Waits until the next tile's biases are copied, converts them to terms of the products of queries and keys, and
+  /// passes them to the consumers. Unless `is_last`, the copies for the tile after that may still be running.
   CUTE_DEVICE void finish(typename Traits::SharedStorage& shared, bool is_last) {
     if (is_last) {
       wait_copies<0>();
@@ -82,10 +85,10 @@ class TileBiases {
     const int stage = tile++ % Traits::kBiasStages;
     CUTE_UNROLL
     for (int i = 0; i < kOfLane; ++i) {
-      float& bias = shared.key_bias[stage][place_of_bias(i)];  // copied by this lane
+      float& bias = shared.key_bias[stage][place_of_bias(i)];  // this lane has copied this bias
       bias = bias_in_products(bias, in_products);
     }
-    arrive(shared.full_biases[stage]);  // every lane wrote a part
+    arrive(shared.full_biases[stage]);  // every lane arrives, because every lane wrote some biases
   }
 
  private:
@@ -93,14 +96,15 @@ class TileBiases {
 
   CUTE_DEVICE static int row(int i) { return threadIdx.x % kWarp + kWarp * i; }
 
-  /// Offset of a row's bias in shared memory, where the biases that a consumer lane reads are contiguous: each of four
-  /// lanes reads two of eight neighboring columns.
+  /// Index in a buffer of the `i`th bias that the lane loads. The biases that a consumer lane reads are contiguous in
+  /// the buffer. These are the biases of two neighboring columns in every eight columns of the logits.
   CUTE_DEVICE static int place_of_bias(int i) {
     const int row = threadIdx.x % kWarp;
     return row % 8 / 2 * Traits::kLaneBiases + row / 8 * 2 + row % 2 + kWarp / 4 * i;
   }
 
-  /// Distance in tokens from the group's first key to a key of the tile at `walk`, if dimensions may wrap.
+  /// Distance in tokens from the dilation group's first key to a key of the tile at `walk`. Used if a dimension wraps.
+  /// `place` contains the key's coordinates in the tile, a byte per dimension.
   CUTE_DEVICE static int tokens_around(const ForwardParams& p, const KvWalk& walk, int place) {
     return tokens_to_key(p.axis, p.axis[0].around(walk.x + (place & 0xff)),
                          p.axis[1].around(walk.y + (place >> 8 & 0xff)), p.axis[2].around(walk.z + (place >> 16)));
@@ -109,11 +113,11 @@ class TileBiases {
   const char* of_head;
   int first_of_group;
   float in_products;
-  unsigned tile = 0;  // number of the next tile
+  unsigned tile = 0;  // number of the tile that `finish` completes next
 };
 
-/// Computes positions of the keys of a tile: tokens from the tile's first key or, if tiles wrap around, a byte per
-/// coordinate.
+/// Stores the position of each key of a tile in shared memory. A position is the key's distance in tokens from the
+/// tile's first key. If a dimension wraps, it is instead the key's coordinates in the tile, a byte per dimension.
 template <class Traits>
 CUTE_DEVICE void prepare_biases(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   for (int row = threadIdx.x; row < Traits::kColumns; row += Traits::kThreads) {

@@ -1,4 +1,5 @@
-// Rows of the query tile that a thread holds: their positions, and the keys of a tile that they see.
+// Masks of the forward kernel. A thread holds logits of two rows of the query tile. This file computes the positions of
+// these rows, and masks of the keys to which they attend.
 #pragma once
 
 #include <climits>
@@ -11,10 +12,11 @@ namespace natten_jax::sm90 {
 
 /// Position of a row in the query tile.
 struct RowPlace {
-  // A byte per dimension: the index of its window in a plan. Last byte: 1 if the tile has this row.
+  // Bytes 0 to 2: index of the row's window in TilePlan::windows, for each dimension. Byte 3: 1 if the query tile has
+  // this row, otherwise 0.
   std::uint32_t window_indices;
 
-  /// Rows past the query tile get the position of row 0.
+  /// Rows past the end of the query tile get the position of row 0.
   CUTE_DEVICE RowPlace(const ForwardParams& p, int row) {
     const bool exists = row < p.q_tile_tokens;
     const int3 at = place_in_tile<&DeviceAxis::by_q_tile>(p.axis, exists ? row : 0);
@@ -26,14 +28,14 @@ struct RowPlace {
 
   CUTE_DEVICE int2 window(const TilePlan& plan, int d) const { return plan.windows[byte(d)]; }
 
-  /// The row's token, or -1 if there is none.
+  /// Index of the row's token among the queries of its batch entry, or -1 if the row has no token.
   CUTE_DEVICE int token(const ForwardParams& p, const TilePlan& plan) const {
     const int coordinate[3] = {byte(0), byte(1) - p.axis[0].q_tile, byte(2) - p.axis[0].q_tile - p.axis[1].q_tile};
     int token = 0;
     bool is_inside = exists();
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
-      // Past the end of the dilation group, this may exceed 32 bits.
+      // For rows past the end of the dilation group, this coordinate may exceed 32 bits.
       const auto at =
           static_cast<std::int64_t>(plan.q_begin[d] + coordinate[d]) * p.axis[d].dilation + plan.query_residue[d];
       is_inside = is_inside && at < p.axis[d].query_local_extent;
@@ -45,30 +47,33 @@ struct RowPlace {
  private:
   CUTE_DEVICE int byte(int i) const {
     std::uint32_t packed = window_indices;
-    // Opaque to the compiler, which would otherwise keep each byte in a register across tiles.
+    // The asm statement hides the value from the compiler, which would otherwise keep each byte in a register across
+    // tiles.
     asm volatile("" : "+r"(packed));
     return packed >> 8 * i & 0xff;
   }
 };
 
-/// Index of a token's statistics, for the plan's head.
+/// Index of a token in the arrays of logsumexps and remainders, for the plan's batch entry and head.
 CUTE_DEVICE std::int64_t statistic_of(const ForwardParams& p, const TilePlan& plan, int token) {
   return (static_cast<std::int64_t>(plan.batch) * p.queries + token) * p.heads + plan.head;
 }
 
-/// Mask of a thread's two rows, tile by tile.
+/// Masks of a thread's two rows for the current key/value tile.
 struct WindowMask {
   RowPlace row[2];
   LaneMask<KeyColumnMask> lane_mask;
-  std::uint32_t visible[2];  // of the current tile
-  // Columns that x and y leave visible in all tiles of a line along z, and the line's x and y.
+  std::uint32_t visible[2];  // Per row: mask of the current tile, with a bit per element.
+  // Key/value tiles with equal first coordinates in x and y form a line. `line_x` and `line_y` are these coordinates
+  // for the current line. `of_line` contains a mask per row, which is the same for all tiles of the line. A bit is set
+  // if the key is in the row's window in dimensions x and y.
   std::uint32_t of_line[2];
   int line_x, line_y;
 
-  /// Resets the line for a new query tile.
+  /// Resets `line_x` for a new query tile, so that its first key/value tile starts a new line.
   CUTE_DEVICE void start() { line_x = INT_MIN; }
 
-  /// True if a key/value tile at `tile` lies on a different line than the tile before.
+  /// True if the key/value tile at `tile` lies on a different line than the previous tile.
   CUTE_DEVICE bool is_new_line(int4 tile) const { return tile.x != line_x || tile.y != line_y; }
 
   CUTE_DEVICE void start_line(const ForwardParams& p, const TilePlan& plan, int4 tile) {
@@ -81,7 +86,7 @@ struct WindowMask {
     }
   }
 
-  /// Computes `visible` for the tile at `tile` of the line.
+  /// Computes `visible` for the tile at `tile`, which lies on the current line.
   CUTE_DEVICE void see(const ForwardParams& p, const TilePlan& plan, int4 tile) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -89,11 +94,12 @@ struct WindowMask {
     }
   }
 
-  /// Makes the first `columns` columns of a tile of additional tokens visible.
+  /// Computes `visible` for a tile of additional tokens: both rows attend to its first `columns` columns.
   CUTE_DEVICE void see_first(int columns, int lane4) { visible[0] = visible[1] = KeyColumnMask::first(columns, lane4); }
 };
 
-/// Stores the statistics of the row that a lane completes. Two of the four lanes that share two rows store nothing.
+/// Stores the logsumexp and the remainder of the row that the lane completes (`completes_second_row`). Of the four
+/// lanes that share two rows, only the first two store anything.
 CUTE_DEVICE void store_statistics(const ForwardParams& p, const TilePlan& plan, const WindowMask& mask,
                                   const RowSums& sums) {
   const int token = of_completed_row(mask.row).token(p, plan);

@@ -1,4 +1,4 @@
-// Producer warps of the forward kernel, which load, plan and store tiles.
+// Work of the producer warps of the forward kernel, which plan, load and store tiles.
 #pragma once
 
 #include "cuda/common/tile_walk.cuh"
@@ -11,32 +11,35 @@ namespace natten_jax::sm90 {
 
 using ForwardMaps = MapsOfEntries<kForwardArrays, kGroupClasses>;
 
-/// First query of a tile of a continuing launch, in the dimension that the lane plans.
+/// Index in the dilation group of a query tile's first query, if the launch continues earlier ones. Computed in the
+/// dimension that the lane plans.
 CUTE_DEVICE int begin_of_continued(const ForwardParams& p, const TilePlace& place, Origin query_origin,
                                    Origin kv_origin) {
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
   const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
-  // Rounded down: in some dilation groups, the first query at or after `first_query` has the next index.
+  // `first_query` in steps of the dilation, rounded down. In some dilation groups, the first query at or after
+  // `first_query` has an index that is larger by 1. The tiles of these groups begin one query early.
   const int first = axis.dilations(min(max(p.first_query[d], 0), axis.query_local_extent));
   const int distance = kv_origin.index - (query_origin.index + first);
   return first + QueryTileSchedule::nearest_first(axis, index, distance) * axis.q_tile;
 }
 
-/// Plans tiles ahead of the loads and the products. Runs in one warp.
+/// Plans all query tiles of the CTA, before other warps load and compute them. Runs in one warp.
 template <class Traits>
 CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   Ring<Traits::kPlans> slot;
-  // Each lane splits the origins of the dimension that it plans.
+  // Each lane loads the origins of the queries and of the keys in the dimension that it plans.
   const int d = planned_dimension();
   const std::int32_t* const origins = Traits::kIsPlain ? nullptr : p.origins;
   const Origin query_origin = Origin::load(origins, d, p.axis[d].dilation);
   const Origin kv_origin = Origin::load(origins, 3 + d, p.axis[d].dilation);
   int batch = -1;
-  EntryLayout layout;  // of `batch`
+  EntryLayout layout;  // layout of batch entry `batch`
   for (int round = 0;; ++round) {
     slot.wait_empty(shared.empty_plan);
-    const int tile = p.supply.take(round);  // as late as possible: the first CTA that is done takes it
+    // The tile is taken as late as possible, so that it goes to the CTA that is done first.
+    const int tile = p.supply.take(round);
     TilePlan& plan = shared.plan[slot.index];
     if (tile >= p.supply.tiles) {
       plan.kv_tiles = -1;
@@ -51,9 +54,10 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
     }
     QueryAxisPlan own = plan_axis(p.axis, place, entry);
     if (continues<Traits>(p)) own.q_begin = begin_of_continued(p, place, query_origin, kv_origin);
-    if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) continue;  // past its dilation group's end
+    // Skip tiles that lie past the end of their dilation group.
+    if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) continue;
     plan_tile<Traits::kIsPlain>(p, entry, own, place, plan);
-    arrive(shared.full_plan[slot.index]);  // every lane wrote a part
+    arrive(shared.full_plan[slot.index]);  // every lane arrives, because every lane wrote a part of the plan
     plan_windows<Traits::kIsPlain>(p, own, plan);
     arrive(shared.full_windows[slot.index]);
     slot.advance();
@@ -68,8 +72,9 @@ CUTE_DEVICE bool is_empty(int4 begin, int4 end) {
   return end.x <= begin.x || end.y <= begin.y || end.z <= begin.z;
 }
 
-/// Mask modes of a tile, for all warpgroups. A partly filled tile (`is_whole` false) is masked or hidden. At least one
-/// tile of each query tile is not hidden.
+/// Mask modes of the key/value tile at `walk`, for all warpgroups. `is_whole` is true if a tile has a key for every
+/// column of the logits. If it is false, every tile is masked or hidden. Every warpgroup has at least one key/value
+/// tile that is not hidden, even if it attends to no keys.
 template <int kWarpgroups>
 CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const KvWalk& walk, bool is_whole) {
   int masks = 0;
@@ -88,7 +93,7 @@ CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const
   return masks;
 }
 
-/// Number of consecutive unmasked tiles along the last dimension, starting at an unmasked tile.
+/// Number of consecutive tiles along the last dimension that need no mask. The first of them is the tile at `walk`.
 template <int kWarpgroups>
 CUTE_DEVICE int unmasked_tiles(const ForwardParams& p, const TilePlan& plan, const KvWalk& walk) {
   int end = plan.inner_end[0][2];
@@ -97,9 +102,9 @@ CUTE_DEVICE int unmasked_tiles(const ForwardParams& p, const TilePlan& plan, con
   return p.axis[2].by_kv_tile.divide(end - walk.z);
 }
 
-/// Loader of a ring of key or value tiles. Runs in one thread; with key biases, the value loader runs in all lanes of a
-/// warp. Keys and values have separate rings, because a key buffer becomes free well before the value buffer of its
-/// tile.
+/// Loads key tiles (`kIsKey`) or value tiles into a ring of buffers. Runs in one thread. If keys have biases, the
+/// loader of value tiles runs in a warp instead. Keys and values have separate rings, because the keys of a tile are
+/// released well before its values.
 template <class Traits, bool kIsKey>
 struct TileLoader {
   using Element = typename Traits::Element;
@@ -108,11 +113,11 @@ struct TileLoader {
   static constexpr bool kLoadsBiases = !kIsKey && Traits::kHasKeyBias;
 
   SharedStorage& shared;
-  int chunks;       // per head
-  int tile_tokens;  // of a key/value tile
+  int chunks;       // Number of chunks of a head (rows_of_head).
+  int tile_tokens;  // Number of tokens of a key/value tile.
   Ring<Traits::kStages> stage;
   bool is_first = true;
-  std::conditional_t<kLoadsBiases, TileBiases<Traits>, NoBiases> biases;  // of the next tile
+  std::conditional_t<kLoadsBiases, TileBiases<Traits>, NoBiases> biases;
 
   CUTE_DEVICE TileLoader(const ForwardParams& p, SharedStorage& shared)
       : shared(shared),
@@ -125,8 +130,8 @@ struct TileLoader {
   /// Loads a tile.
   ///
   /// Args:
-  ///   tile: value for the warpgroups (SharedStorage::tile).
-  ///   start: callable that issues the load, given an mbarrier and the destination.
+  ///   tile: the tile's element of SharedStorage::tile, which the consumer warpgroups read.
+  ///   start: callable that issues the load. Its arguments are an mbarrier and the destination.
   template <class Start>
   CUTE_DEVICE void load(int4 tile, const Start& start) {
     auto& full = kIsKey ? shared.full_k : shared.full_v;
@@ -148,8 +153,8 @@ struct TileLoader {
   }
 };
 
-/// Loads the query and key tiles, or the value tiles, of each plan. Runs in one thread, or in a warp for values with
-/// key biases.
+/// Loads the tiles of all plans: query and key tiles if `kIsKey`, otherwise value tiles. Runs in one thread. If keys
+/// have biases, the function runs in a warp to load value tiles.
 template <class Traits, bool kIsKey>
 CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   TileLoader<Traits, kIsKey> loader(p, shared);
@@ -194,7 +199,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       }
       if (unmasked > 0) --unmasked;
       if constexpr (loader.kLoadsBiases) {
-        // The next tile's biases are in flight while this tile waits for a value buffer.
+        // Starts to copy the next tile's biases before waiting for a value buffer for this tile.
         const bool is_last = i + 1 == kv_tiles;
         if (!is_last) {
           KvWalk next = walk;
@@ -214,9 +219,9 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       });
       walk.next(p.axis, hull_begin, hull_end);
     }
-    // Tiles of additional tokens have as many tokens as other tiles, even if more fit into shared memory: no load
-    // writes the rows after these, and values there have to stay finite. The loop counts tiles, because ptxas schedules
-    // the warpgroups' softmax differently if it counts tokens.
+    // Tiles of additional tokens have the size of other tiles, even if more tokens fit into shared memory. So no load
+    // ever writes the rows past these tokens, and the values there stay finite. The loop counts tiles instead of
+    // tokens, because counting tokens changes how ptxas schedules the softmax of the consumer warpgroups.
     for (int i = 0; i < p.additional_tiles; ++i) {
       const int first = i * p.kv_tile_tokens;
       const int columns = min(p.additional_kv - first, p.kv_tile_tokens);
@@ -235,7 +240,8 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
   }
 }
 
-/// Fetches the results of earlier launches for a query tile. Warp-collective.
+/// Copies a query tile's logsumexps and remainders of earlier launches to shared memory, and starts to load the output
+/// of these launches. Warp-collective.
 template <class Traits>
 CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typename Traits::SharedStorage& shared) {
   const int lane = threadIdx.x % 32;
@@ -254,7 +260,7 @@ CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typ
   }
 }
 
-/// Stores the output tiles; TMA clips what lies outside the layout. Runs in one warp.
+/// Stores the output tiles to global memory. TMA does not write elements outside of the layout. Runs in one warp.
 template <class Traits>
 CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   auto* tile = Traits::output_tile(shared);
@@ -281,7 +287,7 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
       if (!continues<Traits>(p)) arrive(Traits::kSeparateOutput ? shared.empty_o : shared.empty_q);
     }
     __syncwarp();
-    arrive(shared.empty_plan[slot.index]);  // every lane read it
+    arrive(shared.empty_plan[slot.index]);  // every lane arrives, because every lane has read the plan
     slot.advance();
   }
 }

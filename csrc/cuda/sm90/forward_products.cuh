@@ -1,14 +1,16 @@
-// The products of a warpgroup of the forward kernel, and the order in which warpgroups issue them.
+// The matrix products of a consumer warpgroup of the forward kernel, and the order in which warpgroups issue them.
 #pragma once
 
 #include "cuda/sm90/forward_traits.cuh"
 
 namespace natten_jax::sm90 {
 
-/// Order in which warpgroups issue their products (ping-pong): while one does, another computes exponentials.
+/// Order in which warpgroups issue their products. With ping-pong scheduling, they take turns: while the tensor cores
+/// compute the products of one warpgroup, another warpgroup computes exponentials.
 template <class Traits>
 struct ProductOrder {
-  // Each barrier joins two warpgroups: the last one to issue products and its successor.
+  // Each warpgroup waits for its turn at a separate named barrier. The threads of the previous warpgroup arrive there
+  // when they have issued their products. So two warpgroups take part in each barrier.
   static constexpr int kThreads = 2 * kWarpgroup;
 
   int warpgroup;
@@ -26,13 +28,14 @@ struct ProductOrder {
       cutlass::arch::NamedBarrier::arrive(kThreads, named_barrier(kProductOrder + next));
     }
   }
-  /// Gives the first turn to the first warpgroup.
+  /// Passes the first turn to the first warpgroup.
   CUTE_DEVICE void start() const {
     if (Traits::kPingPong && warpgroup == Traits::kWarpgroups - 1) pass_turn();
   }
 };
 
-/// Operands and results of one warpgroup's two products, in registers and as views of shared memory.
+/// Operands and results of a warpgroup's two products, in registers or as views of shared memory. One product computes
+/// `s`, the unscaled logits. The other one adds weighted values to the output `o`.
 template <class Traits>
 struct AttentionProducts {
   using Element = typename Traits::Element;
@@ -61,13 +64,14 @@ struct AttentionProducts {
   decltype(query_of(std::declval<SharedStorage&>(), 0, 0)) query;
   decltype(partition_fragment_C(ProductS{}, Shape<_64, Int<Traits::kColumns>>{})) s;
   decltype(partition_fragment_C(ProductO{}, Shape<_64, Int<Traits::kHeadDim>>{})) o;
-  // A thread's elements of an accumulator are its elements of the next product's register operand, in the same order.
+  // Register operand of the product with the values. It contains the weights for the elements of `s` that the thread
+  // holds, in the same order.
   decltype(make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<Traits::kColumns / 16>>>{})) weights;
 
   CUTE_DEVICE AttentionProducts(SharedStorage& shared, int warpgroup, int thread)
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
-  /// Starts the logits of the keys in a buffer.
+  /// Starts the product of queries and keys. `stage` is the buffer of the keys.
   CUTE_DEVICE void start_s(int stage, int head_dim) {
     ProductS product;
     warpgroup_fence_operand(s);
@@ -81,7 +85,7 @@ struct AttentionProducts {
     }
     warpgroup_commit_batch();
   }
-  /// Starts to add the weighted values in a buffer to the output.
+  /// Starts the product of weights and values, which is added to `o`. `stage` is the buffer of the values.
   CUTE_DEVICE void start_o(int stage) {
     ProductO product;
     warpgroup_fence_operand(o);

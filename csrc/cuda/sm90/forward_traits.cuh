@@ -1,4 +1,5 @@
-// Forms of the forward kernel: its products, shared memory and barriers.
+// Forms (compiled variants) of the forward kernel. A form defines tile sizes, products, barriers, and the contents of
+// shared memory.
 #pragma once
 
 #include "cuda/common/column_mask.cuh"
@@ -8,66 +9,72 @@
 
 namespace natten_jax::sm90 {
 
-/// Role of each warp of the first warpgroup. In a loading warp, a single thread works.
+/// Role of each warp of the first warpgroup. Only one thread of each loading warp does work, except that all lanes of
+/// warp kLoadsValues do if keys have biases.
 enum ForwardWarp { kLoadsQueriesAndKeys, kPlansTiles, kLoadsValues, kStoresTiles };
 constexpr int kLoadingThreads = 2;
 
-// Mask modes of a key/value tile, two bits per warpgroup.
+// Mask modes of a key/value tile for a warpgroup. The modes of all warpgroups are packed into one number, kMaskBits
+// bits each.
 constexpr int kNoMask = 0;
 constexpr int kWindowMask = 1;
-constexpr int kEndMask = 2;  // additional tokens: hide columns past the tile or past the last token
-constexpr int kHidden = 3;   // no row of the warpgroup sees a key of the tile
+constexpr int kEndMask = 2;  // Tile with fewer additional tokens than columns: the other columns are masked out.
+constexpr int kHidden = 3;   // No row of the warpgroup attends to a key of the tile.
 constexpr int kMaskBits = 2;
-constexpr int kEachWarpgroup = 1 | 1 << kMaskBits | 1 << 2 * kMaskBits;  // times a mask: that mask for every warpgroup
+// The product of a mode and this number contains the mode for every warpgroup.
+constexpr int kEachWarpgroup = 1 | 1 << kMaskBits | 1 << 2 * kMaskBits;
 
-// Named barriers; CUTLASS reserves the first eight.
-constexpr int kProductOrder = 8;                               // per warpgroup: may issue its products
-constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // the warpgroups have written their rows
+// Named barriers. CUTLASS reserves the numbers below eight.
+constexpr int kProductOrder = 8;                               // One per warpgroup: its turn to issue products.
+constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // The warpgroups have written their output rows.
 constexpr int kMaskReady = kOutputReady + 1;
 
 template <class Element_, int kHeadDim_, int kColumns_, int kWarpgroups_, bool kPingPong_, bool kIsNarrow_,
           bool kHasKeyBias_ = false, bool kIsPlain_ = false>
 struct ForwardTraits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;  // at least head_dim and head_dim_v
-  static constexpr int kColumns = kColumns_;  // keys of a tile
+  static constexpr int kHeadDim = kHeadDim_;  // Upper bound of head_dim and head_dim_v.
+  static constexpr int kColumns = kColumns_;  // Maximum number of keys of a key/value tile.
   static constexpr int kStages = 2;
-  static constexpr int kPlans = 3;                  // query tiles in flight: planned, computed or stored
-  static constexpr int kWarpgroups = kWarpgroups_;  // consumer warpgroups
-  static constexpr int kRows = 64 * kWarpgroups;    // queries of a tile
+  static constexpr int kPlans = 3;                  // Query tiles in flight at a time: planned, computed or stored.
+  static constexpr int kWarpgroups = kWarpgroups_;  // Number of consumer warpgroups.
+  static constexpr int kRows = 64 * kWarpgroups;    // Maximum number of queries of a query tile.
   static constexpr int kConsumers = kWarpgroup * kWarpgroups, kThreads = kWarpgroup + kConsumers;
-  static constexpr int kLoadedHeadDim = kHeadDim;   // elements per row of a tile
-  static constexpr int kValueReaders = kConsumers;  // arrivals that release a value tile
-  // True if keys have biases (key_bias.cuh). All lanes of the value-loading warp then work, because they also load the
-  // biases.
+  static constexpr int kLoadedHeadDim = kHeadDim;   // Elements per row of a tile in shared memory.
+  static constexpr int kValueReaders = kConsumers;  // Number of arrivals that release a value tile.
+  // True if the kernel adds key biases (key_bias.cuh). All lanes of warp kLoadsValues then do work, because they also
+  // load the biases.
   static constexpr bool kHasKeyBias = kHasKeyBias_;
-  // Floats of a tile's biases in shared memory. Each of the four lanes that share a row reads a separate run, with four
-  // floats of padding so that the runs lie in different banks.
+  // Number of floats in a buffer for the biases of a tile (kTileBiases). The buffer has kLaneBiases floats for each of
+  // the four lanes that share a row. Of these, four floats are padding, so that the lanes read from different banks.
   static constexpr int kLaneBiases = kColumns / 4 + 4, kTileBiases = 4 * kLaneBiases;
-  static constexpr int kBiasStages = kStages + 2;  // tiles whose biases are loaded or in flight
-  // True if the planning and loading warps can skip the special cases of each tile (ForwardParams::is_plain). These
-  // warps have 40 registers and would spill with the general plan code.
+  static constexpr int kBiasStages = kStages + 2;  // Number of buffers for the biases of a tile.
+  // True if the kernel supports only plain problems (ForwardParams::is_plain). The warps that plan and load tiles then
+  // contain no code for special cases. With that code, these warps would spill, because they have only 40 registers.
   static constexpr bool kIsPlain = kIsPlain_;
   static constexpr int kValueLoaders = kHasKeyBias ? kWarp : 1;
-  // Arrivals that release a plan, including all lanes of the storing warp.
+  // Number of arrivals that release a plan: all consumer threads, the threads that load tiles, and all lanes of the
+  // warp that stores output.
   static constexpr int kPlanReaders = kConsumers + kValueLoaders + kLoadingThreads - 1 + kWarp;
-  // Registers per thread, from the 65536 of an SM. The warp that loads biases needs more than the other producers.
-  // Three consumer warpgroups cannot spare these registers: they would spill instead.
+  // Registers per thread. A CTA uses the 65536 registers of an SM. The warp that loads biases needs more registers than
+  // the other producer warps. With three consumer warpgroups, it gets no more than the other ones, because the
+  // consumers would otherwise spill.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 224 : 232) : 160;
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 56 : 40) : 32;
-  // True if the warpgroups issue their products one after the other, false if unordered.
+  // True if the warpgroups take turns in issuing their products (ProductOrder), false if they issue them in any order.
   static constexpr bool kPingPong = kPingPong_;
-  // True if Q and K heads take fewer k-steps than the form has.
+  // True if the kernel supports heads of Q and K that need fewer k-steps than heads of kHeadDim.
   static constexpr bool kIsNarrow = kIsNarrow_;
-  // Three warpgroups or wide heads lack the registers for Q. Wide heads also lack the shared memory for a separate
-  // output tile.
+  // With three consumer warpgroups or heads wider than 128, there are too few registers for Q. With heads wider than
+  // 128, there is also too little shared memory for a separate output tile.
   static constexpr bool kQueryInRegisters = kHeadDim <= 128 && kWarpgroups == 2;
   static constexpr bool kSeparateOutput = kHeadDim <= kLargestContinuedHeadDim;
 
   using LayoutQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kHeadDim>>{}));
   using LayoutK = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                          Shape<Int<kColumns>, Int<kHeadDim>, Int<kStages>>{}));
-  // A value tile is loaded as [token][head_dim]; the second product reads its transpose, with head_dim as rows.
+  // Layout of a transposed value tile. The tile is loaded as [token][head_dim], and the product with the weights reads
+  // it as [head_dim][token].
   using LayoutVt = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                           Shape<Int<kHeadDim>, Int<kColumns>, Int<kStages>>{}, Step<_2, _1, _3>{}));
 
@@ -85,12 +92,12 @@ struct ForwardTraits {
     return make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::MN>());
   }
 
-  /// Output tile in shared memory, read by the TMA store.
+  /// Output tile in shared memory, from which TMA stores it. It is the query tile unless `kSeparateOutput`.
   template <class Shared>
   CUTE_DEVICE static auto* output_tile(Shared& shared) {
     return kSeparateOutput ? shared.o : shared.q;
   }
-  /// Initialises the mbarriers that only some forms have.
+  /// Initialises the mbarriers that only kernels with key biases have.
   template <class Shared>
   CUTE_DEVICE static void init_more_barriers(Shared& shared) {
     if constexpr (kHasKeyBias) {
@@ -103,10 +110,11 @@ struct ForwardTraits {
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutVt>];
     alignas(1024) Element o[kSeparateOutput ? cosize_v<LayoutQ> : kChunk];
-    float2 earlier[kSeparateOutput ? kRows : 1];  // logsumexp and remainder of earlier launches, per row
+    float2 earlier[kSeparateOutput ? kRows : 1];  // per row: logsumexp and remainder of earlier launches
     TilePlan plan[kPlans];
-    // Per key stage: the tile's first key (x, y, z) and its masks (w). For additional tokens, z is their number minus
-    // the number in the tile. This saves a min() in the consumer loop, which uses all its registers.
+    // Per stage of the key ring: first key (x, y, z) and mask modes (w) of the tile. For a tile of additional tokens, z
+    // is instead the number of all additional tokens minus the number in the tile. This saves a min() in the consumer
+    // loop, which has no spare registers.
     int4 tile[kStages];
     std::uint32_t mask_words[KeyColumnMask::capacity(kColumns)];
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;

@@ -1,4 +1,4 @@
-// Consumer warpgroups of the forward kernel for 8-bit floats: logits, softmax, output.
+// Work of the consumer warpgroups of the forward kernel for 8-bit floats: logits, softmax, output.
 #pragma once
 
 #include "cuda/sm90/fp8_products.cuh"
@@ -7,9 +7,10 @@
 
 namespace natten_jax::sm90 {
 
-/// Products and softmax of one warpgroup: 64 rows of every query tile.
+/// Computes the products and the softmax for the 64 rows that a warpgroup has in every query tile.
 ///
-/// The methods are the steps of `run`. All are inlined, so that members stay in registers.
+/// `run` loops over all tiles, and the other methods are its steps. All methods are inlined, so that members stay in
+/// registers.
 template <class Traits>
 class Float8Attention : private Float8Rows<Traits> {
  public:
@@ -35,7 +36,8 @@ class Float8Attention : private Float8Rows<Traits> {
         leave_logits();
         to_weights();
         if (mask == kHidden) break;
-        // The output of this tile and the logits of the next.
+        // Adds the weighted values of this key tile to the output, and starts the product for the logits of the next
+        // key tile.
         order.await_turn();
         exchange<true>();
         order.pass_turn();
@@ -50,7 +52,7 @@ class Float8Attention : private Float8Rows<Traits> {
       if (!next_plan()) break;
       find_seen();
       start_first_logits();
-      // The next tile's first logits are computed meanwhile.
+      // Completes the previous query tile while the first logits of the next one are computed.
       finish_query_tile(finished);
       scale_logits();
     }
@@ -68,10 +70,12 @@ class Float8Attention : private Float8Rows<Traits> {
     softmax.start();
   }
 
-  /// Reads the scale of a query tile's head, once the sums of the tile before are complete.
+  /// Reads the scale of the current query tile's head. Must be called after the sums of the previous query tile are
+  /// complete, because they use the previous scale.
   CUTE_DEVICE void scale_logits() { softmax.exponent_scale = shared.plan[slot.index].exponent_scale; }
 
-  /// Loads Q: for each k-step, rows of 32 bytes as four 8x8 matrices.
+  /// Loads Q from shared memory to registers. For each k-step, ldmatrix loads the warp's 16 rows of 32 bytes as four
+  /// 8x8 matrices of 16-bit elements.
   CUTE_DEVICE void load_query() {
     const int lane = threadIdx.x % 32, row = warpgroup * 64 + thread / 32 * 16 + lane % 16;
     const std::uint32_t of_row = shared_address(shared.q) + row * kSwizzledRow;
@@ -86,8 +90,9 @@ class Float8Attention : private Float8Rows<Traits> {
     }
   }
 
-  /// Starts the first product of a query tile. The wgmma waits for the registers of Q, so Q's buffer in shared memory
-  /// is free once the wgmma is issued.
+  /// Starts the product for the logits of the query tile's first key tile. If the product reads Q from registers, Q is
+  /// loaded first. Its buffer in shared memory is free once the wgmma is issued, because the wgmma waits for these
+  /// registers.
   CUTE_DEVICE void start_first_logits() {
     if constexpr (Traits::kQueryInRegisters) load_query();
     start_logits();
@@ -100,8 +105,8 @@ class Float8Attention : private Float8Rows<Traits> {
     order.pass_turn();
   }
 
-  /// Adds the weighted values of a tile to the output. If `kHasNext`, also starts the logits of the next tile as soon
-  /// as their registers are free.
+  /// Adds the weighted values of a key tile to the output. If `kHasNext`, also starts the product for the logits of the
+  /// next tile, as soon as the registers for these logits are free.
   template <bool kHasNext>
   CUTE_DEVICE void exchange() {
     constexpr int kParts = Traits::kValueParts, kSets = Products::kSets, kLogitsStep = Products::kLogitsStep;
@@ -119,7 +124,7 @@ class Float8Attention : private Float8Rows<Traits> {
     leave_values();
   }
 
-  /// Releases the key tile whose logits are complete.
+  /// Releases the buffer of the key tile whose logits are complete.
   CUTE_DEVICE void leave_logits() {
     Tensor s = products.s();
     warpgroup_fence_operand(s);
@@ -128,7 +133,7 @@ class Float8Attention : private Float8Rows<Traits> {
     leave_query();
   }
 
-  /// Replaces the logits by weights.
+  /// Computes the weights from the logits, as the register operand of the product with the values.
   CUTE_DEVICE void to_weights() {
     Tensor s = products.s();
     Tensor words = recast<std::uint32_t>(products.weights);
@@ -140,7 +145,8 @@ class Float8Attention : private Float8Rows<Traits> {
     mask = next_mask;
   }
 
-  /// Hands the output of a slot's query tile to the storing warp and resets the state.
+  /// Completes the query tile whose plan is in slot `finished`: passes its output to the warp that stores it, and
+  /// resets the output and the softmax for the next query tile.
   CUTE_DEVICE void finish_query_tile(int finished) {
     const TilePlan& plan = shared.plan[finished];
     const float factor = p.out_scales == nullptr ? 1.f : __ldg(p.out_scales + plan.batch * p.heads + plan.head);
@@ -154,8 +160,9 @@ class Float8Attention : private Float8Rows<Traits> {
     start_output();
   }
 
-  /// Writes the output tile. The accumulator's columns are in the order of transposed values (fp8_values.cuh), in which
-  /// a thread holds four consecutive features of every 16.
+  /// Writes the output tile to shared memory. The accumulator's columns have the order of the features (elements of a
+  /// head) in transposed value tiles (`turn_tile`). In this order, a thread holds four consecutive features of every
+  /// 16.
   CUTE_DEVICE void store_output(const float (&normalisation)[2]) {
     output.wait_empty(shared.empty_o);
     output.advance();

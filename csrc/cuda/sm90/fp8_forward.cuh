@@ -1,8 +1,8 @@
 // Forward neighborhood attention for Hopper and 8-bit floats.
 //
-// The warps that load, plan and store are as in forward.cuh. Differences: an additional warpgroup transposes value
-// tiles in shared memory (fp8_values.cuh); weighted values are accumulated in float32 outside the tensor cores
-// (fp8_products.cuh); weights are e4m3 numbers (fp8_softmax.cuh); the output has 16 bits.
+// The code of the warps that plan, load and store tiles is shared with forward.cuh. An additional warpgroup transposes
+// value tiles in shared memory (fp8_values.cuh). Weights are e4m3 numbers (fp8_softmax.cuh). Weighted values are added
+// up in float32 outside of the tensor cores (fp8_products.cuh), and the output has 16-bit elements.
 #pragma once
 
 #include "cuda/sm90/forward.cuh"
@@ -14,7 +14,8 @@ namespace natten_jax::sm90 {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm90_fna_forward_float8(const __grid_constant__ ForwardParams p) {
-  // No static shared memory: the dynamic part starts at a multiple of 1024 bytes, as the swizzle needs.
+  // The swizzle requires that dynamic shared memory starts at a multiple of 1024 bytes. It does, because the kernel has
+  // no static shared memory.
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare<Traits>(p, shared);

@@ -1,28 +1,32 @@
-// The products of a warpgroup of the forward kernel for 8-bit floats.
+// The matrix products of a consumer warpgroup of the forward kernel for 8-bit floats.
 #pragma once
 
 #include "cuda/sm90/fp8_traits.cuh"
 
 namespace natten_jax::sm90 {
 
-/// Operands and results of one warpgroup's two products, in registers and as views of shared memory.
+/// Operands and results of a warpgroup's two products, in registers or as views of shared memory. One product computes
+/// the logits of a key tile, the other one its weighted values.
 ///
-/// Tensor cores accumulate 8-bit products with about 13 bits. So the weighted values of each key tile are a separate
-/// product, which is added to the output in float32. If the output takes all other registers, this product reuses the
-/// registers of the tile's logits, and the logits of the next tile wait for it. The parts of wide heads alternate
-/// between two register sets, so that a part is computed while another is added.
+/// Tensor cores accumulate products of 8-bit floats with a precision of about 13 bits. So they only compute the
+/// weighted values of a single key tile, which other instructions add to the output in float32. With heads wider than
+/// 64, the output leaves too few registers for separate results of both products. The weighted values then overwrite
+/// the logits of their tile, and the logits of the next tile start only after the weighted values have been added. The
+/// weighted values of heads of 256 are computed in parts, which alternate between two sets of registers: one part is
+/// computed while another one is added.
 template <class Traits>
 struct Float8Products {
   using Element = typename Traits::Element;
   using SharedStorage = typename Traits::SharedStorage;
   using ProductS = decltype(Traits::query_key_product());
   using ProductO = decltype(Traits::weight_value_product());
-  // Elements per thread: of the logits, and of a part of the weighted values.
+  // Numbers of elements that a thread holds of the logits (kOfLogits) and of a part of the weighted values (kOfPart).
   static constexpr int kOfLogits = Traits::kColumns / 2, kOfPart = Traits::kValuePart / 2;
   static constexpr int kSets = Traits::kValueParts == 1 ? 1 : 2;
   static constexpr bool kIsLogitsApart = Traits::kHeadDim <= 64;
-  // Step of `Float8Attention::exchange` at which the next logits start: when the last part has been started or, if they
-  // share registers with parts, when the parts in these registers have been added.
+  // Step of `Float8Attention::exchange` at which the logits of the next tile start. If these logits have separate
+  // registers, they start in the step that starts the last part. Otherwise, they start when the parts in the shared
+  // registers have been added.
   static constexpr int kLogitsStep = kIsLogitsApart ? Traits::kValueParts - 1 : Traits::kValueParts;
   static constexpr int kFirstOfSets = kIsLogitsApart ? kOfLogits : 0;
   static_assert(kIsLogitsApart || kOfLogits <= kOfPart);
@@ -46,16 +50,17 @@ struct Float8Products {
   decltype(query_of(std::declval<SharedStorage&>(), 0, 0)) query;
   decltype(make_tensor<float>(Int<kFirstOfSets + kSets * kOfPart>{})) results;
   decltype(make_tensor<float>(Int<Traits::kValueParts * kOfPart>{})) o;
-  // A thread's elements of an accumulator are its elements of the next product's register operand, in the same order.
+  // Register operand of the product with the values. It contains the weights for the elements of the logits that the
+  // thread holds, in the same order.
   decltype(make_tensor<Element>(Layout<Shape<Shape<_4, _2, _2>, _1, Int<Traits::kWeightSteps>>>{})) weights;
 
   CUTE_DEVICE Float8Products(SharedStorage& shared, int warpgroup, int thread)
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
-  /// Logits of a tile, once they are complete.
+  /// Registers of a tile's logits.
   CUTE_DEVICE auto s() { return make_tensor(results.data(), Layout<Int<kOfLogits>>{}); }
 
-  /// Starts the logits of the keys in a buffer.
+  /// Starts the product for the logits. `stage` is the buffer of the keys.
   CUTE_DEVICE void start_s(int stage) {
     ProductS product;
     Tensor result = s();
@@ -70,7 +75,7 @@ struct Float8Products {
     warpgroup_commit_batch();
   }
 
-  /// Starts a part of the weighted values in a buffer.
+  /// Starts the product for a part of the weighted values. `stage` is the buffer of the values.
   CUTE_DEVICE void start_o(int part, int stage) {
     ProductO product;
     Tensor result = values_of_part(part);
@@ -85,7 +90,7 @@ struct Float8Products {
     warpgroup_commit_batch();
   }
 
-  /// Rescales the output and adds a complete part.
+  /// Rescales a part of the output, and adds the same part of the weighted values, which must be complete.
   CUTE_DEVICE void add_part(int part, const float (&rescale)[2]) {
     Tensor found = values_of_part(part);
     warpgroup_fence_operand(found);

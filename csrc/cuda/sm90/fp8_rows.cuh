@@ -1,6 +1,8 @@
-// Loop of a consumer warpgroup for 8-bit floats over query tiles and the key tiles that its rows see.
+// Steps of a consumer warpgroup's loops over query tiles and over the key tiles that its rows attend to (see), in the
+// forward kernel for 8-bit floats.
 //
-// forward_attention.cuh contains a copy of these steps: ptxas changes that kernel's register allocation if they move.
+// The kernel for 16-bit elements has a copy of these steps in forward_attention.cuh. If it used the class in this file,
+// ptxas would allocate its registers differently.
 #pragma once
 
 #include "cuda/sm90/forward_mask.cuh"
@@ -9,8 +11,8 @@
 
 namespace natten_jax::sm90 {
 
-/// The 64 rows of a warpgroup in every query tile: the next tiles and their masks. All methods are inlined, so that
-/// members stay in registers.
+/// Moves through the query tiles and key tiles of a warpgroup, and computes the masks of its 64 rows. All methods are
+/// inlined, so that members stay in registers.
 template <class Traits>
 class Float8Rows {
  public:
@@ -25,10 +27,10 @@ class Float8Rows {
         mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
         order(warpgroup) {}
 
-  /// First of the two rows that the thread holds; the other is 8 rows below.
+  /// First of the two rows of which the thread holds elements. The second one is row `first_row() + 8`.
   CUTE_DEVICE int first_row() const { return warpgroup * 64 + thread / 32 * 16 + threadIdx.x % 32 / 4; }
 
-  /// Moves to the next query tile, and waits for its query. Returns false after the last.
+  /// Moves to the next query tile, and waits for its plan and its queries. Returns false if no query tile is left.
   CUTE_DEVICE bool next_plan() {
     slot.wait_full(shared.full_plan);
     left = shared.plan[slot.index].kv_tiles;
@@ -40,14 +42,14 @@ class Float8Rows {
     return true;
   }
 
-  /// Releases the query's buffer after the last key tile.
+  /// Releases the buffer of Q after the query tile's last key tile, unless Q is in registers.
   CUTE_DEVICE void leave_query() {
     if constexpr (!Traits::kQueryInRegisters) {
       if (left == 0) arrive(shared.empty_q);
     }
   }
 
-  /// Mask of the tile in a key buffer, for this warpgroup.
+  /// Waits until the key tile at `keys` is loaded, and returns its mask mode for this warpgroup.
   CUTE_DEVICE int mask_in(Ring<Traits::kStages> keys) const {
     keys.wait_full(shared.full_k);
     return shared.tile[keys.index].w >> kMaskBits * warpgroup & kHidden;
@@ -63,7 +65,7 @@ class Float8Rows {
     k.advance();
   }
 
-  /// Skips tiles that no row sees. Returns false if no visible tile is left.
+  /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if only such tiles were left.
   CUTE_DEVICE bool find_seen() {
     while (left > 0) {
       mask = mask_in(k);
@@ -79,7 +81,8 @@ class Float8Rows {
     return false;
   }
 
-  /// Computes the mask of the tile and reads the mask mode of the next one, while the product is running.
+  /// Computes the mask of the current key tile, and reads the mask mode of the next key tile. Called while the product
+  /// for the logits of the current tile runs.
   CUTE_DEVICE void plan_mask() {
     const int4 tile = shared.tile[k.index];
     if (mask == kWindowMask) {
@@ -103,10 +106,10 @@ class Float8Rows {
   ProductOrder<Traits> order;
   Ring<Traits::kStages> k;
   Ring<Traits::kValueStages> v;
-  Ring<Traits::kPlans> slot;  // of the query tile's plan
+  Ring<Traits::kPlans> slot;  // Slot with the plan of the current query tile.
   SingleBuffer query, output;
-  int left;             // remaining key/value tiles of the query tile
-  int mask, next_mask;  // of the current tile and of the next
+  int left;             // Number of key/value tiles of the query tile that are left.
+  int mask, next_mask;  // Mask modes of the current key/value tile and of the next one.
 
  private:
   CUTE_DEVICE static LaneMask<KeyColumnMask> build_mask(const ForwardParams& p, SharedStorage& shared) {

@@ -1,4 +1,4 @@
-// Softmax of the forward kernel for 8-bit floats: weights are e4m3 numbers.
+// Softmax of the forward kernel for 8-bit floats. Its weights are e4m3 numbers.
 #pragma once
 
 #include "cuda/sm90/fp8_traits.cuh"
@@ -6,7 +6,7 @@
 
 namespace natten_jax::sm90 {
 
-/// Packs four numbers into a word, the first in the lowest byte.
+/// Rounds four numbers to e4m3 and packs them into a word. `first` is in the lowest byte.
 CUTE_DEVICE std::uint32_t pack_e4m3(float first, float second, float third, float fourth) {
   std::uint32_t word;
   asm("{\n"
@@ -20,17 +20,18 @@ CUTE_DEVICE std::uint32_t pack_e4m3(float first, float second, float third, floa
   return word;
 }
 
-/// Running softmax of the rows of accumulators that a thread holds.
+/// Running softmax of the two rows of which a thread holds elements.
 ///
-/// Weights are relative to an earlier maximum until a logit exceeds it so far that its weight would saturate. So
-/// exponentials do not wait for the maximum of their tile, which is computed at the same time.
+/// The weights of a row are relative to a reference, which is an earlier maximum of the row's logits. The reference
+/// changes only if a weight would otherwise saturate. So the exponentials of a tile do not wait for its maximum, which
+/// is computed at the same time.
 struct Float8Softmax {
-  float exponent_scale;  // factor of the logits, in base 2
-  float reference[2];    // logit that the weights are relative to
-  float limit[2];        // the largest logit for which the reference stays
-  float shift[2];        // the scaled reference minus the exponent of its weight
+  float exponent_scale;  // Scale of the logits, times log2(e).
+  float reference[2];    // Per row: unscaled logit to which weights are relative.
+  float limit[2];        // Per row: largest unscaled logit that does not change the reference.
+  float shift[2];        // Per row: reference * exponent_scale - kWeightExponent.
   float row_sum[2];
-  float rescale[2];  // factor of earlier results
+  float rescale[2];  // Per row: factor by which results of earlier tiles are multiplied.
 
   CUTE_DEVICE void start() {
     CUTE_UNROLL
@@ -40,10 +41,11 @@ struct Float8Softmax {
     }
   }
 
-  /// Replaces logits by unnormalised weights, packed in words of four in the order of the register operand.
+  /// Computes unnormalised weights from the logits of a tile. Packs them in words of four, in the order of the register
+  /// operand of the next product.
   ///
   /// Args:
-  ///   visible: if masked, a bit per logit; logits with cleared bits are hidden.
+  ///   visible: per row, a mask with a bit per logit. If `kIsMasked`, logits with cleared bits are masked out.
   template <bool kIsMasked, class Logits, class Words>
   CUTE_DEVICE void weigh(AccumulatorRows<Logits> s, Words& words, const std::uint32_t (&visible)[2]) {
     TileSums tile = weigh_by<kIsMasked>(s, words, visible,
@@ -51,7 +53,8 @@ struct Float8Softmax {
     rescale[0] = rescale[1] = 1.f;
     if (__any_sync(0xffffffffu, tile.highest[0] > limit[0] || tile.highest[1] > limit[1])) {
       move_references(tile.highest);
-      // Differences of logits are exact; rounding the scaled value of a large logit would change weights.
+      // Scales differences of logits instead of logits. The differences are exact, but the rounding error of a large
+      // scaled logit would change its weight.
       tile = weigh_by<false>(s, words, visible, [&](float logit, int i) {
         return fmaf(logit - (reference[i] == -INFINITY ? 0.f : reference[i]), exponent_scale, kWeightExponent);
       });
@@ -60,7 +63,7 @@ struct Float8Softmax {
     for (int i = 0; i < 2; ++i) row_sum[i] = row_sum[i] * rescale[i] + tile.sum[i];
   }
 
-  /// Completes the sums over the four threads that share a row.
+  /// Adds up the partial sums of the four threads that share a row.
   CUTE_DEVICE void finish() {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -69,7 +72,7 @@ struct Float8Softmax {
     }
   }
 
-  /// Complete sums of the row that the lane completes.
+  /// Normalisation and logsumexp of the row that the lane completes (`completes_second_row`).
   CUTE_DEVICE RowSums sums() const {
     const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
     if (sum == 0.f) return {0.f, {-INFINITY, {}}};
@@ -78,22 +81,22 @@ struct Float8Softmax {
   }
 
  private:
-  /// Maxima and sums of a tile's elements that the thread holds.
+  /// Per row: the maximum of the thread's logits in a tile, and the sum of their weights.
   struct TileSums {
     float highest[2], sum[2];
   };
 
-  /// Sets the references to the largest logits so far.
+  /// Sets each row's reference to its largest logit so far, including the current tile.
   CUTE_DEVICE void move_references(const float (&highest)[2]) {
-    // If rounding the shift might change weights, a limit of -inf selects the path that scales only differences of
-    // logits.
+    // If the shift is so large that its rounding error might change weights, the limit becomes -infinity. All later
+    // logits then exceed the limit, so `weigh` scales differences of logits in all later tiles.
     constexpr float kLargestShift = 1 << 18;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       float next = fmaxf(reference[i], highest[i]);
       next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
       next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
-      // A row without visible keys so far keeps weights of zero.
+      // As long as a row has attended to no key, its weights are zero.
       const bool has_seen = next != -INFINITY;
       shift[i] = has_seen ? fmaf(next, exponent_scale, -kWeightExponent) : 0.f;
       rescale[i] = has_seen ? fast_exp2((reference[i] - next) * exponent_scale) : 0.f;
@@ -103,8 +106,9 @@ struct Float8Softmax {
     }
   }
 
-  /// Processes the columns in chunks: a chunk's weights are added and packed after the exponentials of two more chunks
-  /// have been started.
+  /// Computes the weights, sums and maxima of a tile. `exponent` converts a logit to the base-2 exponent of its weight.
+  /// The columns are processed in chunks. The weights of a chunk are added and packed only after the exponentials of
+  /// the next two chunks have been started.
   template <bool kIsMasked, class Logits, class Words, class Exponent>
   CUTE_DEVICE static TileSums weigh_by(AccumulatorRows<Logits> s, Words& words, const std::uint32_t (&visible)[2],
                                        const Exponent& exponent) {

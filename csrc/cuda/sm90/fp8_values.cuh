@@ -1,11 +1,12 @@
-// The warpgroup of the forward kernel for 8-bit floats that transposes value tiles.
+// Work of the warpgroup that transposes value tiles, in the forward kernel for 8-bit floats.
 #pragma once
 
 #include "cuda/sm90/fp8_traits.cuh"
 
 namespace natten_jax::sm90 {
 
-/// Loads four 8x8 matrices of 16-bit elements, transposed. Each lane passes the address of a row.
+/// Loads four 8x8 matrices of 16-bit elements, and transposes each of them. Each lane passes the address of one matrix
+/// row.
 CUTE_DEVICE void load_turned(std::uint32_t address, std::uint32_t (&word)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
@@ -19,16 +20,19 @@ CUTE_DEVICE void store_matrices(std::uint32_t address, const std::uint32_t (&wor
                : "memory");
 }
 
-/// Transposes a value tile [token][head_dim] to [head_dim][token], with both orders permuted within groups of 16.
+/// Transposes a value tile from [token][head_dim] to [head_dim][token]. In the result, tokens are permuted within
+/// groups of 16, and so are features (elements of a head).
 ///
-/// A word of a transposed 16-bit matrix holds two features of two tokens. Byte permutations turn two such words, of
-/// tokens eight apart, into one word per feature, with four tokens. So positions 4 t to 4 t + 3 of 16 in a row hold the
-/// tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. These are the tokens whose weights the lane has in its accumulator, which
-/// can therefore be the register operand without shuffles. Even features come first; storing the output restores their
-/// order.
+/// The instruction ldmatrix transposes matrices of 16-bit elements, so a word of its result contains two features of
+/// two tokens. Two such words, whose tokens are eight apart, contain two features of four tokens. Byte permutations
+/// convert them to two words with one feature each. So positions 4 t to 4 t + 3 in a group of 16 tokens contain tokens
+/// 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Lane t of the four lanes that share a row has the weights of these tokens in its
+/// accumulator. The lane can therefore use its weights as the register operand of the next product without shuffles.
+///
+/// In a group of 16 features, even features come first. `store_output` restores their order.
 template <class Traits>
 CUTE_DEVICE void turn_tile(std::uint32_t from, std::uint32_t to) {
-  constexpr int kTokens = 32, kFeatures = 16;  // block that a warp transposes at a time
+  constexpr int kTokens = 32, kFeatures = 16;  // extents of the block that a warp transposes at a time
   constexpr int kTokenGroups = Traits::kColumns / kTokens, kFeatureGroups = Traits::kHeadDim / kFeatures;
   constexpr int kRowBytes = Traits::kColumns;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -49,7 +53,7 @@ CUTE_DEVICE void turn_tile(std::uint32_t from, std::uint32_t to) {
   }
 }
 
-/// Transposes the value tiles of all query tiles. Runs in one warpgroup.
+/// Transposes the value tiles for all query tiles of the CTA. Runs in one warpgroup.
 template <class Traits>
 CUTE_DEVICE void turn_values(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   Ring<Traits::kPlans> slot;

@@ -1,4 +1,4 @@
-// The compiled kernels, per element type.
+// Functions that launch the compiled kernels. Each function is instantiated separately for every element type.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,24 +9,25 @@
 
 namespace natten_jax::sm90 {
 
-/// Launches a form of the forward kernel, by its number in kForwardForms, for a 16-bit element type. With fewer CTAs
-/// than query tiles, each CTA processes several tiles.
+/// Launches the forward kernel for a 16-bit element type. `form` is the index of its form in kForwardForms. If there
+/// are fewer CTAs than query tiles, each CTA processes several tiles.
 template <ElementType kType>
 Status launch_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
 
-/// Launches the forward kernel for plain problems (ForwardParams::is_plain) whose heads take all k-steps of the form.
+/// Launches the forward kernel that supports only plain problems (ForwardParams::is_plain) with heads that are not
+/// narrow (`is_narrow`).
 template <ElementType kType>
 Status launch_plain_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
 
-/// Launches the forward kernel with key biases, which is compiled only for ping-pong scheduling.
+/// Launches the forward kernel with key biases. It always uses ping-pong scheduling.
 template <ElementType kType>
 Status launch_key_biased_forward(const ForwardParams& params, int form, int ctas, cudaStream_t stream);
 
-/// Launches a form of the forward kernel for 8-bit floats, by its number in kFloat8ForwardForms.
+/// Launches the forward kernel for 8-bit floats. `form` is the index of its form in kFloat8ForwardForms.
 template <ElementType kType>
 Status launch_float8_forward(const ForwardParams& params, int form, bool is_ping_pong, int ctas, cudaStream_t stream);
 
-/// Launches a form of the backward kernel, by its number in kBackwardForms, for a 16-bit element type.
+/// Launches the backward kernel for a 16-bit element type. `form` is the index of its form in kBackwardForms.
 template <ElementType kType>
 Status launch_backward(const BackwardParams& params, int form, cudaStream_t stream);
 

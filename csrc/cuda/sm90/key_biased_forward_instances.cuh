@@ -5,8 +5,8 @@
 
 namespace natten_jax::sm90 {
 
-/// Plain problems whose heads take all k-steps of the form have separate kernels, as without biases. All other problems
-/// use the kernels for narrow heads.
+/// Plain problems whose heads are not narrow (`is_narrow`) have a separate kernel, as without key biases. All other
+/// problems use the kernel for narrow heads, which supports heads of any width up to the form's maximum.
 template <ElementType kType>
 Status launch_key_biased_forward(const ForwardParams& params, int form, int ctas, cudaStream_t stream) {
   return with_form<kForwardForms>(form, [&](auto number) {

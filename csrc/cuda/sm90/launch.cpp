@@ -17,14 +17,14 @@ namespace {
 
 constexpr std::int64_t kSwizzledRowBytes = 128;
 
-/// Computes the smallest box of the query tile that contains each warpgroup's rows.
+/// For each warpgroup, computes the bounding box of its rows in the query tile.
 void bound_warpgroups(ForwardParams& p) {
   constexpr int kRowsOfWarpgroup = 64;
   for (int warpgroup = 0; warpgroup < kMostWarpgroups; ++warpgroup) {
     int first = std::min(kRowsOfWarpgroup * warpgroup, p.q_tile_tokens - 1);
     int last = std::min(kRowsOfWarpgroup * (warpgroup + 1), p.q_tile_tokens) - 1;
     int tokens = p.q_tile_tokens;
-    bool is_line = true;  // first and last row have equal coordinates in the dimensions so far
+    bool is_line = true;  // true while first and last row have equal coordinates in all previous dimensions
     for (int d = 0; d < kRank; ++d) {
       tokens /= p.axis[d].q_tile;
       int* corner = p.corner + 6 * warpgroup + d;
@@ -37,14 +37,14 @@ void bound_warpgroups(ForwardParams& p) {
   }
 }
 
-/// The problem with the output's element type.
+/// Returns a copy of the problem in which all arrays have the output's element type.
 Problem of_output(const Problem& problem) {
   Problem result = problem;
   result.element_type = problem.out_type;
   return result;
 }
 
-/// Chooses the form of the forward kernel for the problem's elements.
+/// Chooses the form of the forward kernel for the problem's element type, head dimensions and tiles.
 Status choose_forward_form(const Problem& problem, const TileShapes& tiles, int& number, Form& form) {
   const auto choose = [&](const auto& forms) -> Status {
     NATTEN_JAX_RETURN_IF_FAILED(choose_form(forms, std::size(forms), problem, tiles, "", number));
@@ -129,8 +129,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   p.schedule = schedule_query_tiles(problem, geometry);
   bound_warpgroups(p);
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys;
-  // Products over 8-bit heads cover all swizzled rows of the form's head dimension, but narrow heads load only the
-  // first rows.
+  // Products of 8-bit floats sum over all swizzled rows of the form's head dimension. If the problem's heads have fewer
+  // swizzled rows, no load writes the others, so these must be cleared.
   if (is_float8 && problem.head_dim + kSwizzledRowBytes <= form.head_dim) p.clears_tiles = true;
   p.out_scales = arrays.out_scales;
   p.is_out_float16 = problem.out_type == ElementType::kFloat16;
@@ -138,7 +138,8 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   int multiprocessors = 0;
   NATTEN_JAX_RETURN_IF_FAILED(read_attributes({{&multiprocessors, cudaDevAttrMultiProcessorCount}}));
   const int ctas = schedule.is_persistent ? std::min(p.supply.tiles, multiprocessors) : p.supply.tiles;
-  // With layouts, a fixed order would give some CTAs more tiles in the padding, which end at once, than others.
+  // If batch entries have separate layouts, tiles that consist of padding end at once. In a fixed order, some CTAs
+  // would get more of these tiles than others, so CTAs take tiles from a counter.
   if (all_tiles >= kTilesWorthCounting * ctas || arrays.layouts != nullptr) {
     p.supply.next_tile = scratch.next_tile;
   }
@@ -166,7 +167,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
                    ? launch_plain_forward<type>(p, number, schedule.is_ping_pong, ctas, stream)
                    : launch_forward<type>(p, number, schedule.is_ping_pong, ctas, stream);
       }));
-  // Tiles overwrite padding rows; clear these after the kernel.
+  // The kernel leaves undefined values in padding rows, so these are filled afterwards.
   return arrays.layouts == nullptr ? Status() : status_of(fill_padding_of_output(problem, arrays, stream));
 }
 

@@ -11,7 +11,7 @@
 namespace natten_jax::sm90 {
 namespace {
 
-/// True if groups of a class have a remainder token in a dimension.
+/// True if the dilation groups of class `group_class` have a remainder token in a dimension (see kGroupClasses).
 bool has_remainder(int group_class, int dimension) {
   return (group_class >> (kRank - 1 - dimension) & 1) != 0;
 }
@@ -75,7 +75,7 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
   const std::int64_t heads = is_query ? problem.heads : problem.heads_kv;
   TokenGrid grid{array.data, problem.element_type, problem.batch, {}, {}, {}, heads, array.head_dim};
   const int classes = group_classes(problem, side);
-  const CUtensorMap* first = nullptr;  // not null after the loop: some class has groups
+  const CUtensorMap* first = nullptr;  // first encoded map; not null after the loop, because some class has groups
   for (int c = 0; c < kGroupClasses; ++c) {
     if (!(classes >> c & 1)) continue;
     for (int d = 0; d < kRank; ++d) {
@@ -87,8 +87,9 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
     NATTEN_JAX_RETURN_IF_FAILED(encode_head_map(grid, tile, maps[c]));
     if (first == nullptr) first = &maps[c];
   }
-  // A dilation group of queries may be without keys on this device, or the reverse. The kernel still loads a tile of
-  // zeros, and using a map that was never encoded is an illegal instruction.
+  // On this device, a dilation group may have queries but no keys, or keys but no queries. The kernel then still loads
+  // a tile of zeros for the missing tokens. It needs a valid map for this load: a map that was never encoded causes an
+  // illegal instruction error.
   for (int c = 0; c < kGroupClasses; ++c) {
     if (!(classes >> c & 1)) maps[c] = *first;
   }

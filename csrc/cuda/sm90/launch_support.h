@@ -1,4 +1,4 @@
-// Checks and tensor maps shared by the launches of the Hopper kernels.
+// Helpers of the launches of the Hopper kernels: checks, the choice of a form, and tensor maps.
 #pragma once
 
 #include <cuda.h>
@@ -29,22 +29,25 @@ Status check_arrays(const Problem& problem);
 /// Returns an error if a dimension wraps and batch entries have separate layouts.
 Status check_seams(const Problem& problem, const Arrays& arrays);
 
-/// Chooses the form of a kernel for the problem's heads and tiles. The error names the tile that is too large for every
-/// form; `pass`, "backward " or empty, precedes the tile's name.
+/// Chooses the form of a kernel for the problem's head dimensions and tiles. Returns an error if a tile is too large
+/// for every form that is compiled for these head dimensions. `pass` is "backward " or empty, and precedes the tile's
+/// name in the error.
 Status choose_form(const Form* forms, int count, const Problem& problem, const TileShapes& tiles, const char* pass,
                    int& chosen);
 
-/// Encodes the maps of an array's dilation groups, by class. A class without groups gets the map of another class.
+/// Encodes the tensor maps of an array, one per class of dilation groups. A class without groups gets the map of
+/// another class.
 Status encode_classes(const Problem& problem, Side side, Array array, const std::int64_t (&tile)[kRank],
                       CUtensorMap (&maps)[kGroupClasses]);
 
-/// Classes of the dilation groups of queries or of keys, as a bit set.
+/// Bit set of the classes that have dilation groups, for queries or for keys.
 int group_classes(const Problem& problem, Side side);
 
-/// Parameters of `launch_entry_maps` for a problem, except the arrays, which the caller sets.
+/// Returns parameters of `launch_entry_maps` for a problem. The caller sets the fields `are_queries`, `of_all` and
+/// `counter`.
 EntryMaps maps_of_entries(const Problem& problem, const Arrays& arrays, int number_of_arrays, CUtensorMap* result);
 
-/// Encodes the map of an array of additional keys or values, with tiles of `tokens` tokens.
+/// Encodes the tensor map of an array of additional keys or values, for loads of `tokens` tokens at a time.
 Status encode_additional(const Problem& problem, Array array, int tokens, CUtensorMap& map);
 
 }  // namespace natten_jax::sm90

@@ -1,4 +1,4 @@
-// Online softmax of the forward kernel's rows, in base 2.
+// Online softmax of rows of logits in the forward kernel, in base 2.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -10,52 +10,57 @@
 
 namespace natten_jax::sm90 {
 
-/// Four lanes share two rows of an accumulator. Even lanes complete the sums of the first row, odd lanes the sums of
-/// the second row. Completing both rows in every lane would double the code, and longer code slows down small windows.
+/// True if the lane completes the second of its two rows. Four lanes share two rows of an accumulator. After the last
+/// key tile, even lanes compute the normalisation and logsumexp of the first row, and odd lanes compute those values
+/// for the second row. If every lane computed both, this code would be twice as long, and longer code slows down passes
+/// with small windows.
 CUTE_DEVICE bool completes_second_row() {
   return threadIdx.x % 2 != 0;
 }
 
-/// Returns the element for the row that the lane completes.
+/// Returns the element of `rows` for the row that the lane completes.
 template <class T>
 CUTE_DEVICE T of_completed_row(const T (&rows)[2]) {
   return completes_second_row() ? rows[1] : rows[0];
 }
 
-/// Broadcasts a value per row from the lanes that completed the rows.
+/// Exchanges values between the four lanes that share two rows. `completed` is the value for the row that the lane
+/// completes, and `rows` receives the values for both rows.
 CUTE_DEVICE void share_with_row(float completed, float (&rows)[2]) {
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) rows[i] = __shfl_sync(0xffffffffu, completed, i, 4);
 }
 
-/// Softmax of the row that a lane completes.
+/// Normalisation and logsumexp of the row that a lane completes.
 struct RowSums {
-  float normalisation;  // factor of the row's output
+  float normalisation;  // factor by which the row's output is multiplied
   Logsumexp logsumexp;
 
-  /// Merges in the logsumexp and packed remainder of earlier launches. Returns the factor of their output.
+  /// Merges the row with results of earlier launches: a logsumexp and its packed remainder. Returns the factor by which
+  /// the output of these launches is multiplied.
   CUTE_DEVICE float merge(float2 earlier) {
     const Shares shares = merge_logsumexps(logsumexp, {earlier.x, unpack_remainder(earlier.y)});
     normalisation *= shares.own;
     return shares.other;
   }
 
-  /// Adds a sink.
+  /// Adds a sink, which is a logit without a key, to the row.
   CUTE_DEVICE void add(float sink) { normalisation *= add_sink(logsumexp, sink); }
 };
 
-/// Running softmax of the rows of accumulators that a thread holds.
+/// Running softmax of the two rows of which a thread holds elements.
 ///
-/// A row's weights are relative to an earlier maximum, which stays until a weight would exceed 2^kHeadroom.
+/// The weights of a row are relative to a reference, which is an earlier maximum of the row's logits. The reference
+/// changes only if a weight would otherwise exceed 2^kHeadroom.
 template <class Element>
 struct OnlineSoftmax {
-  float exponent_scale;  // factor of the logits, in base 2
-  float reference[2];    // logit that the weights are relative to
-  float shift[2];        // reference * exponent_scale
+  float exponent_scale;  // Scale of the logits, times log2(e).
+  float reference[2];    // Per row: unscaled logit to which weights are relative.
+  float shift[2];        // Per row: reference * exponent_scale, rounded down.
   float row_sum[2], rescale[2];
-  float tile_sum[2];  // of a tile's weights
+  float tile_sum[2];  // per row: sum of the current tile's weights
   bool must_rescale[2];
-  bool is_large;  // some `shift` in the warp is so large that its rounding error changes weights
+  bool is_large;  // some row of the warp has a `shift` whose rounding error changes weights
 
   CUTE_DEVICE void start() {
     reference[0] = reference[1] = -INFINITY;
@@ -63,13 +68,14 @@ struct OnlineSoftmax {
     is_large = false;
   }
 
-  /// Updates the references with a tile's largest logits. If `must_rescale`, earlier results must be multiplied by
+  /// Sets the reference of a row to the row's largest logit so far, if a weight of the current tile would otherwise
+  /// exceed 2^kHeadroom. In this case, also sets `must_rescale`, and results of earlier tiles must be multiplied by
   /// `rescale`.
   template <class Logits>
   CUTE_DEVICE void find_references(AccumulatorRows<Logits> s) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      // Two partial maxima per row halve the chains of dependent instructions.
+      // Two partial maxima per row halve the length of the chain of dependent instructions.
       float highest[2] = {reference[i], s(i, 2)};
       CUTE_UNROLL
       for (int n = 0; n < s.kColumns; ++n) {
@@ -81,14 +87,14 @@ struct OnlineSoftmax {
       of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 2));
       must_rescale[i] = (of_row - reference[i]) * exponent_scale > kHeadroom;
       const float next = must_rescale[i] ? of_row : reference[i];
-      // A row without visible keys so far keeps weights of zero.
+      // As long as a row has attended to no key, its weights are zero.
       shift[i] = next == -INFINITY ? 0.f : __fmul_rd(next, exponent_scale);
       rescale[i] = fast_exp2(reference[i] * exponent_scale - shift[i]);
       reference[i] = next;
     }
   }
 
-  /// Replaces logits by unnormalised weights, and packs these in pairs.
+  /// Replaces the logits by unnormalised weights. Also packs the weights in pairs, for the next product.
   template <class Logits, class Pairs>
   CUTE_DEVICE void weigh(AccumulatorRows<Logits> s, Pairs& pairs) {
     CUTE_UNROLL
@@ -105,17 +111,19 @@ struct OnlineSoftmax {
     }
   }
 
-  /// True if a tile needs more than `add_weights`: rescaling, or a correction of large logits. Logits rarely exceed the
-  /// bound of `is_large`. If they do, their exact products may exceed the rounded `shift` by more than the weights'
-  /// half precision, or even float32, can hold.
+  /// True if some row of the warp must be rescaled, or has logits so large that weights must be corrected (`is_large`).
+  /// Logits are rarely this large. If they are, the product of a logit and `exponent_scale` may exceed the rounded
+  /// `shift` so far that the weight overflows in 16 bits or even in float32.
   CUTE_DEVICE bool is_special() const {
     return __any_sync(0xffffffffu, must_rescale[0] || must_rescale[1] || is_large);
   }
 
-  /// Corrects the weights of large logits: makes them relative to the exact scaled reference instead of the rounded
-  /// `shift` (rounded down, so that no weight of a row vanishes). This is rare but sits in the middle of the loop, so
-  /// it uses selects: branches would make the kernel's code an eighth longer, and forward passes of 60 microseconds 1%
-  /// slower.
+  /// Corrects the weights of large logits. The corrected weights are relative to the exact product of reference and
+  /// `exponent_scale`. The original weights are relative to `shift`, which is this product rounded down. If it were
+  /// rounded up, all weights of a row could become zero.
+  ///
+  /// Corrections are rare, but their code is in the middle of the loop over tiles. This code uses selects, because
+  /// branches would make the kernel's code an eighth longer and slow down forward passes of 60 microseconds by 1%.
   template <class Logits, class Pairs>
   CUTE_DEVICE void correct_weights(AccumulatorRows<Logits> s, Pairs& pairs) {
     is_large = __any_sync(0xffffffffu, fabsf(shift[0]) > kLargestRounded || fabsf(shift[1]) > kLargestRounded);
@@ -123,9 +131,9 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float excess = reference[i] == -INFINITY ? 0.f : fmaf(reference[i], exponent_scale, -shift[i]);
-      // If float32 cannot represent the largest logit's weight, the row is one-hot: every other logit is smaller by at
-      // least half of this excess, and gets a weight of zero. Rescaled earlier results are also dropped, because their
-      // factor may be infinite.
+      // If float32 cannot represent the weight of the largest logit, only keys with this logit get a weight above zero.
+      // Every other logit is smaller by at least half of `excess`, so its weight is zero. If results of earlier tiles
+      // must be rescaled, their factor is set to zero, because it may be infinite.
       const bool is_one_hot = excess > 126.f;
       const float factor = is_one_hot ? 0.f : fast_exp2(-excess);
       const float is_one_above = is_one_hot ? fast_exp2(fminf(0.75f * excess, 127.f)) : INFINITY;
@@ -147,7 +155,7 @@ struct OnlineSoftmax {
     for (int i = 0; i < 2; ++i) row_sum[i] = (must_rescale[i] ? row_sum[i] * rescale[i] : row_sum[i]) + tile_sum[i];
   }
 
-  /// Completes the sums over the four threads that share a row.
+  /// Adds up the partial sums of the four threads that share a row.
   CUTE_DEVICE void finish() {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -156,7 +164,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Complete sums of the row that the lane completes.
+  /// Normalisation and logsumexp of the row that the lane completes.
   CUTE_DEVICE RowSums sums() const {
     const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
     if (sum == 0.f) return {0.f, {-INFINITY, {}}};

@@ -13,16 +13,18 @@
 
 namespace natten_jax::sm90 {
 
-/// Number of classes of dilation groups, each with a tensor map. Per dimension, a group either has a remainder token or
-/// does not.
+/// Number of classes of dilation groups. In each of three dimensions, a group may or may not have a remainder token, so
+/// there are 2^3 classes. Every class has a separate tensor map.
 constexpr int kGroupClasses = 8;
 
-/// Maximum number of consumer warpgroups. Each computes 64 rows of a query tile; kernel forms have two or three.
+/// Maximum number of consumer warpgroups of the forward kernel. Forms have two or three of them, and each consumer
+/// warpgroup computes 64 rows of a query tile.
 constexpr int kMostWarpgroups = 3;
-/// Number of coordinates that bound the rows of all warpgroups in three dimensions.
+/// Number of coordinates of the bounding boxes of all warpgroups' rows: two corners per box, in three dimensions.
 constexpr int kCorners = kMostWarpgroups * 2 * 3;
 
-/// Arrays with a tensor map per batch entry, in the order of these maps (cuda/tma/entry_maps.h).
+/// Arrays that have a separate tensor map for each batch entry (cuda/tma/entry_maps.h). The enumerators are indices of
+/// the maps of a batch entry.
 enum ForwardArray { kQueryOfEntry, kKeyOfEntry, kValueOfEntry, kOutOfEntry, kForwardArrays };
 enum BackwardArray {
   kQueriesOfEntry,
@@ -35,7 +37,8 @@ enum BackwardArray {
   kBackwardArrays
 };
 
-/// Larger than the former 4096-byte limit of kernel parameters; see kMostParameterBytes of cuda/common/launch.cuh.
+/// Parameters of the forward kernel. They exceed 4096 bytes, which older CUDA versions do not support (see
+/// kMostParameterBytes in cuda/common/launch.cuh).
 struct ForwardParams {
   CUtensorMap query[kGroupClasses];
   CUtensorMap key[kGroupClasses];
@@ -43,53 +46,61 @@ struct ForwardParams {
   CUtensorMap out[kGroupClasses];
   CUtensorMap additional_keys;
   CUtensorMap additional_values;
-  int query_classes, kv_classes;  // bit sets of the classes with maps
+  int query_classes, kv_classes;  // Bit sets of the classes that have dilation groups.
   DeviceAxis axis[3];
-  int corner[kCorners];         // coordinates in the query tile: [warpgroup][first row, last row][dimension]
-  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
-  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query and key/value extents; null: equal layouts
-  CUtensorMap* entry_maps;      // [batch, kForwardArrays, kGroupClasses]: replace the maps above; null: equal layouts
-  // If `continues`, out, logsumexp and remainder hold the results of earlier launches on other keys, to be merged.
-  // `first_query` is then [3], the first local query; tiles begin at most one token of their group before it.
+  // Bounding boxes of the warpgroups' rows in the query tile: [warpgroup][first corner, last corner][dimension].
+  int corner[kCorners];
+  const std::int32_t* origins;  // Shape [2, 3]: query origin, key/value origin. Null: zeros.
+  // Layouts of batch entries, [batch, 3, 3]: query origin, query extents, key/value extents. Null: no separate layouts.
+  const std::int32_t* layouts;
+  // Tensor maps of batch entries, [batch, kForwardArrays, kGroupClasses]. They replace the maps above. Null: no
+  // separate layouts.
+  CUtensorMap* entry_maps;
+  // If `continues`, `out`, `logsumexp` and `remainder` contain the results of earlier launches on other keys, with
+  // which this launch merges its results. `first_query` [3] is then Continuation::first_query. The query tiles of a
+  // dilation group then begin at the group's first query in the box, or one query earlier.
   bool continues;
   const std::int32_t* first_query;
-  bool is_plain;  // no origins, layouts or earlier launch; no dimension cuts or wraps windows
+  // True if there are no origins, layouts or earlier launches, and no dimension cuts or wraps windows.
+  bool is_plain;
   float* logsumexp;
-  float* remainder;  // of the logsumexp, or null
-  int queries;       // per batch entry
-  int keys;          // per batch entry
+  float* remainder;  // Remainders of the logsumexps, or null.
+  int queries;       // Queries per batch entry.
+  int keys;          // Keys per batch entry.
   int heads;
   int heads_kv;
   int head_dim;
   int head_dim_v;
   int additional_kv;
-  int additional_tiles;  // tiles of additional keys and values
+  int additional_tiles;  // Number of tiles of additional keys and values.
   Scale scale;
-  int q_tile_tokens;   // product of the query tile's extents
-  int kv_tile_tokens;  // product of the key/value tile's extents
-  TileBoxes kv_boxes;  // boxes in which key/value tiles are loaded
-  bool clears_tiles;   // some rows of a tile are never loaded
-  TileSupply supply;   // of query tiles
+  int q_tile_tokens;   // Number of queries of a query tile.
+  int kv_tile_tokens;  // Number of keys of a key/value tile.
+  TileBoxes kv_boxes;  // Boxes in which key/value tiles are loaded.
+  bool clears_tiles;   // True if some rows of tiles in shared memory are never loaded.
+  TileSupply supply;   // Supplies CTAs with query tiles.
   QueryTileSchedule schedule;
   cutlass::FastDivmod by_heads_per_kv;
   // Only for 8-bit elements.
-  const float* out_scales;  // [batch, heads]: factors of the output; null: ones
-  bool is_out_float16;      // otherwise bfloat16
+  const float* out_scales;  // Factors of the output, [batch, heads]. Null: ones.
+  bool is_out_float16;      // False: the output is bfloat16.
   // Only for kernels with key biases.
-  const float* key_bias;  // [batch, keys, key_bias_heads], where key_bias_heads is heads or 1
+  const float* key_bias;  // Shape [batch, keys, key_bias_heads], where key_bias_heads is heads or 1.
   int key_bias_heads;
-  int last_key;  // index of the last key over all batch entries
+  int last_key;  // Index of the last key, counted over all batch entries.
 };
 
-/// Maps per query array: one per class of dilation groups, and one of the undilated layout for additional tokens.
+/// A query array of the backward kernel has kQueryMaps tensor maps: one per class of dilation groups and, for
+/// additional tokens, one of the undilated layout (index kWholeLayout).
 constexpr int kWholeLayout = kGroupClasses;
 constexpr int kQueryMaps = kGroupClasses + 1;
 
-/// About the size of ForwardParams.
+/// Parameters of the backward kernel. Their size is about that of ForwardParams.
 struct BackwardParams {
   CUtensorMap query[kQueryMaps];
   CUtensorMap out_cotangent[kQueryMaps];
-  CUtensorMap query_gradient[kQueryMaps];  // float32 [batch * heads, x, y, z, head_dim], to which tiles are added
+  // Float32 sums [batch * heads, x, y, z, head_dim], to which dQ tiles are added.
+  CUtensorMap query_gradient[kQueryMaps];
   CUtensorMap key[kGroupClasses];
   CUtensorMap value[kGroupClasses];
   CUtensorMap key_gradient[kGroupClasses];
@@ -99,14 +110,14 @@ struct BackwardParams {
   CUtensorMap additional_keys_gradient;
   CUtensorMap additional_values_gradient;
   DeviceAxis axis[3];
-  const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
-  const std::int32_t* layouts;  // as in ForwardParams
-  bool is_plain;                // as in ForwardParams
-  CUtensorMap* entry_maps;      // [batch, kBackwardArrays, kGroupClasses]
-  const float2* statistics;     // [batch, heads, x, y, z]: logsumexp in base 2, delta
-  const float* remainder;       // of the logsumexp, [batch, x, y, z, heads]; null: zeros
-  int queries;                  // per batch entry
-  int keys;                     // per batch entry
+  const std::int32_t* origins;  // See ForwardParams.
+  const std::int32_t* layouts;  // See ForwardParams.
+  bool is_plain;                // See ForwardParams.
+  CUtensorMap* entry_maps;      // Shape [batch, kBackwardArrays, kGroupClasses]. See ForwardParams.
+  const float2* statistics;     // Logsumexp in base 2 and delta of each query, [batch, heads, x, y, z].
+  const float* remainder;       // Remainders of the logsumexps, [batch, x, y, z, heads]. Null: zeros.
+  int queries;                  // Queries per batch entry.
+  int keys;                     // Keys per batch entry.
   int heads;
   int heads_kv;
   int heads_per_kv;
@@ -114,15 +125,15 @@ struct BackwardParams {
   int head_dim_v;
   int additional_kv;
   Scale scale;
-  int q_tile_tokens;   // product of the query tile's extents
-  int kv_tile_tokens;  // product of the key/value tile's extents
-  TileBoxes q_boxes;   // boxes in which query tiles are loaded and stored
-  bool clears_tiles;   // some rows of a tile are never loaded
+  int q_tile_tokens;   // Number of queries of a query tile.
+  int kv_tile_tokens;  // Number of keys of a key/value tile.
+  TileBoxes q_boxes;   // Boxes in which query tiles are loaded and stored.
+  bool clears_tiles;   // True if some rows of tiles in shared memory are never loaded.
   KeyTileSchedule schedule;
   // Only for kernels with key biases.
-  const float* key_bias;  // as in ForwardParams
+  const float* key_bias;  // See ForwardParams.
   int key_bias_heads;
-  float* key_bias_gradient;  // [batch, keys, heads]
+  float* key_bias_gradient;  // Shape [batch, keys, heads].
 };
 
 }  // namespace natten_jax::sm90

@@ -1,4 +1,4 @@
-// Instantiates the forward kernel of plain problems for one element type.
+// Instantiates, for one element type, the forward kernel that supports only plain problems.
 #pragma once
 
 #include "cuda/sm90/forward_forms.cuh"

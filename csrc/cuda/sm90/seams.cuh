@@ -1,12 +1,14 @@
-// Tiles that are loaded and stored in boxes, because a wrapping dimension splits them at its end.
+// Division of a tile into boxes for TMA. If a dimension wraps, a tile can lie on both sides of its ends, and then TMA
+// cannot copy it as one box. So it is copied in smaller boxes (cuda/common/tile_boxes.h).
 #pragma once
 
 #include "cuda/common/tile_boxes.h"
 
 namespace natten_jax::sm90 {
 
-/// Calls `call(first_row, x, y, z)` for each box of a tile that begins at x, y, z. The arguments are the box's first
-/// row in the tile and its first token in the tensor map, wrapped around if `goes_around`.
+/// Calls `call(first_row, x, y, z)` for each box of the tile that begins at `x`, `y`, `z`. `first_row` is the index in
+/// the tile of the box's first row. The other arguments are the coordinates of the box's first token in the tensor map.
+/// If `goes_around`, coordinates outside of a dimension that wraps are wrapped around.
 template <class Call>
 CUTE_DEVICE void for_boxes(const TileBoxes& boxes, const DeviceAxis (&axis)[3], int x, int y, int z, bool goes_around,
                            const Call& call) {

@@ -1,4 +1,5 @@
-// Plan of a query tile: what the loads and products need, computed ahead of them.
+// Plan of a query tile of the Hopper forward kernel. It contains the parameters of the tile's loads and products, and
+// is computed before they start.
 #pragma once
 
 #include <cute/config.hpp>
@@ -9,42 +10,52 @@
 
 namespace natten_jax::sm90 {
 
-constexpr int kMostRows = 64 * kMostWarpgroups;  // query rows of a tile
+constexpr int kMostRows = 64 * kMostWarpgroups;  // maximum number of rows of a query tile
 
-/// Arrays of four hold x, y, z and an unused element.
+/// Plan of a query tile. Arrays of four contain x, y, z and an unused element.
 struct alignas(16) TilePlan {
-  int hull_begin[4], hull_end[4];  // bounding box of the local keys that any row sees
-  // Per warpgroup: local keys that at least one of its rows sees, and keys that all of its rows see.
+  // Bounding box of the local keys to which any row attends. In dimensions that wrap, hull_begin is adjusted by
+  // `begin_at_seam`.
+  int hull_begin[4], hull_end[4];
+  // Per warpgroup: `seen` is the box of local keys to which at least one of its rows attends, and `inner` is the box of
+  // local keys to which all of its rows attend.
   int seen_begin[kMostWarpgroups][4], seen_end[kMostWarpgroups][4];
   int inner_begin[kMostWarpgroups][4], inner_end[kMostWarpgroups][4];
-  int q_begin[4];        // first query index
-  int query_residue[4];  // first local token of the dilation group
+  int q_begin[4];        // Index of the tile's first query in the dilation group.
+  int query_residue[4];  // Local coordinates of the dilation group's first query.
   int batch, head;
-  int kv_tiles;             // at least one, possibly fully masked; negative: end of the tiles
-  int query_map, kv_map;    // classes of the dilation group
-  int query_slot, kv_slot;  // offset of the group's first token at this head in its array, in heads
+  // Number of key/value tiles. It is at least 1, even if all keys are masked out. If it is negative, the plan marks the
+  // end of the query tiles.
+  int kv_tiles;
+  int query_map, kv_map;  // Classes of the dilation group, which are the indices of its tensor maps.
+  // Offsets in arrays, in heads: of the dilation group's first query at query head `head`, of its first key at the
+  // matching key/value head, and of the first additional key at that key/value head.
+  int query_slot, kv_slot;
   int additional_slot;
-  float exponent_scale;  // factor of the head's logits, in base 2
-  // Per coordinate inside the query tile: first key seen and end of the keys seen. All of x come first, then y, then z.
+  float exponent_scale;  // Scale of the head's logits, times log2(e).
+  // For each coordinate in the query tile: the first key to which queries with this coordinate attend, and the end of
+  // these keys. All x coordinates come first, then all y coordinates, then all z coordinates.
   int2 windows[kMostRows + 2];
 };
 
-/// True if a launch continues earlier ones. Plain problems never do.
+/// True if the launch continues earlier ones. This is never the case in kernels for plain problems.
 template <class Traits>
 CUTE_DEVICE bool continues(const ForwardParams& p) {
   return !Traits::kIsPlain && p.continues;
 }
 
-/// Class of a dilation group, from the group's length in the dimension that each lane plans. Warp-collective.
+/// Class of a dilation group. Each lane passes the group's length in the dimension that it plans, and the length of a
+/// group without remainder token. Warp-collective.
 CUTE_DEVICE int group_class(int local_length, int tokens_without_remainder) {
   const unsigned is_longer = __ballot_sync(0xffffffffu, local_length > tokens_without_remainder);
   return static_cast<int>((is_longer & 1) << 2 | (is_longer & 2) | (is_longer >> 2 & 1));
 }
 
-/// Dilation group of a tile, for queries and for keys/values. Each lane plans one dimension; warp-collective.
+/// Dilation group of a query tile: its tensor maps and first tokens, for queries and for keys and values. The
+/// constructor is warp-collective: each lane passes the dimension that it plans.
 struct PlannedGroup {
-  int query_map, kv_map;  // classes
-  int q_token, kv_token;  // first tokens, relative to the batch entry
+  int query_map, kv_map;  // Classes of the group, which are the indices of its tensor maps.
+  int q_token, kv_token;  // First query and first key of the group, relative to the batch entry.
 
   CUTE_DEVICE PlannedGroup(const DeviceAxis (&axis)[3], const EntryAxis& entry, const GroupTokens& query,
                            const GroupTokens& kv)
@@ -54,12 +65,13 @@ struct PlannedGroup {
         kv_token(token_number(kv.residue, axis[1].kv_local_extent, axis[2].kv_local_extent)) {}
 };
 
-/// Fills in a plan, except its windows. Warp-collective. `kIsPlain`: see ForwardTraits.
+/// Computes a plan, except `windows`. Warp-collective. `kIsPlain`: see ForwardTraits.
 template <bool kIsPlain>
 CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const QueryAxisPlan& own,
                            const TilePlace& place, TilePlan& plan) {
   const int lane = threadIdx.x % 32, batch = place.batch, head = place.head;
-  // Each lane computes a window of a warpgroup's first or last row: lane = 6 * warpgroup + 3 * is_last + dimension.
+  // Each lane computes the window of one corner of a warpgroup's bounding box, in one dimension: lane = 6 * warpgroup +
+  // 3 * is_last + dimension.
   const int corner = min(lane, kCorners - 1), of = corner % 3;
   const int2 window = of_lane(own, of).seen(p.axis[of], p.corner[corner], kIsPlain);
   if (lane < kCorners) {
@@ -75,9 +87,9 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
   const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
   const PlannedGroup group(p.axis, entry, own.query, own.kv);
   if (lane < 3) {
-    // A query tile that sees no keys loads one key tile past the end of the layout, which TMA fills with zeros. Its
-    // dilation group may be empty on this device, so the address of its first key may belong to another head or batch
-    // entry.
+    // A query tile that attends to no keys loads one key tile past the end of the layout, which TMA fills with zeros.
+    // It must not load the first key of its dilation group. The group may be empty on this device, and the address of
+    // that key would then belong to another head or batch entry.
     plan.hull_begin[lane] = all_kv_tiles == 0 ? axis.kv_local_extent : hull_begin;
     plan.hull_end[lane] = hull_end;
     plan.q_begin[lane] = own.q_begin;
@@ -91,14 +103,14 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
     plan.kv_tiles = max(all_kv_tiles, 1);
     plan.query_map = group.query_map;
     plan.kv_map = group.kv_map;
-    // The tensor maps express dilation as strides; the offset selects the group's first token.
+    // The strides of the tensor maps include the dilation. The offset selects the group's first token.
     plan.query_slot = (batch * p.queries + group.q_token) * p.heads + head;
     plan.kv_slot = (batch * p.keys + group.kv_token) * p.heads_kv + kv_head;
     plan.additional_slot = batch * p.additional_kv * p.heads_kv + kv_head;
   }
 }
 
-/// Fills in a plan's windows. Warp-collective.
+/// Computes `windows` of a plan. Warp-collective.
 template <bool kIsPlain>
 CUTE_DEVICE void plan_windows(const ForwardParams& p, const QueryAxisPlan& own, TilePlan& plan) {
   const int y_first = p.axis[0].q_tile, z_first = y_first + p.axis[1].q_tile, end = z_first + p.axis[2].q_tile;

@@ -1,23 +1,24 @@
-// Gradients of additional keys and values, which all queries see. A warp computes the partial gradients of 16
-// additional keys and values over a part of the queries. A second kernel adds up these partial gradients in a fixed
-// order, without atomics: results are deterministic, and do not depend on other batch entries.
+// Gradients of additional keys and values, to which all queries attend. A warp computes partial gradients of 16
+// additional keys and values: sums over a part of the queries. A second kernel adds up the partial gradients in a fixed
+// order, without atomics. So results are deterministic, and do not depend on other batch entries.
 #pragma once
 
 #include "cuda/small/key_value_gradient.cuh"
 
 namespace natten_jax::small {
 
-/// A stage in shared memory: the queries that a warp loads at once, as pairs of groups, in the layout of TMA boxes.
+/// Layout of a stage in shared memory. A stage contains Q, dO and statistics of the queries that a warp loads at a
+/// time. The queries form pairs of groups, with the layout of a box that TMA loads (ColumnRows).
 template <int kHeadDim>
 struct QueryStage {
   using Rows = RowTile<kHeadDim>;
   using Tile = typename Rows::Tile;
   static constexpr int kPairs = additional_pairs_at_once(kHeadDim), kQueries = kPairs * 2 * kColumns;
   static_assert(2 * kColumns == kRows && kQueries <= 32);
-  static constexpr int kSecond = kPairs * Rows::kBytes;  // bytes from the queries to dO
+  static constexpr int kSecond = kPairs * Rows::kBytes;  // distance in bytes from Q to dO
   static constexpr int kStatistics = 2 * kSecond, kBytes = kStatistics + kQueries * kStatisticsBytes;
 
-  /// Plan of every stage: all of its queries are visible.
+  /// Plan of a warp. It is the same for all stages, because all queries of a stage attend to the additional keys.
   CUTE_DEVICE static TilePlan plan() {
     const int lane = threadIdx.x % 32, in_group = lane % kColumns, slow = lane / 16, fast = lane / 8 % 2;
     TilePlan result{};
@@ -36,20 +37,22 @@ struct QueryStage {
 template <int kHeadDim>
 struct AdditionalShared {
   using Stage = QueryStage<kHeadDim>;
-  // Two stages, so that loads overlap with computation.
+  // Each warp has two stages, so that it loads the next queries while it computes.
   alignas(128) char stages[kAdditionalWarps][2][(Stage::kBytes + 127) / 128 * 128];
   alignas(128) char keys[Stage::Rows::kBytes];
   alignas(128) char values[Stage::Rows::kBytes];
-  // Offsets and masks of pairs, in the format that for_pairs reads; it prefetches two more pairs.
+  // Offsets and masks of pairs of groups, as `for_pairs` reads them. Two more offsets are allocated, because
+  // `for_pairs` prefetches past the end.
   alignas(8) std::uint32_t offsets[Stage::kPairs + 2];
   std::uint16_t masks[2 * 32];
-  // In the format of Tables::row_places.
+  // Array indices of keys and queries, in the format of Tables::row_places.
   alignas(8) int places_of_keys[kRows];
   alignas(8) int places_of_queries[kAdditionalWarps][32];
 };
 
 template <class Element, int kHeadDim>
-// At least one CTA per SM: without this minimum, the compiler used 32 registers for heads of 128, and spilled the rest.
+// The second launch bound is a minimum of one CTA per SM. Without it, the compiler allocated only 32 registers per
+// thread for heads of 128, and spilled.
 __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
     natten_jax_small_additional_gradient(const __grid_constant__ AdditionalParams p) {
   using Stage = QueryStage<kHeadDim>;
@@ -85,7 +88,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
   const int part = split * kAdditionalWarps + warp;
   if (part >= p.parts) return;
 
-  // Query heads that share a key/value head are consecutive in a token.
+  // In each token, the query heads that share a key/value head are consecutive.
   const int heads_per_kv = p.heads / p.heads_kv, first_row = batch * p.queries * p.heads + head_kv * heads_per_kv;
   const int begin = part * p.columns_of_part, end = min(begin + p.columns_of_part, p.queries * heads_per_kv);
   int* places = shared.places_of_queries[warp];
@@ -105,14 +108,15 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
       copy_pair(p.query, p.head_dim, stage);
       copy_pair(p.out_cotangent, p.head_dim_v, stage + Stage::kSecond);
     }
-    // Rows past the last query are zeros, and add nothing.
+    // For rows past the last query, Q, dO and statistics are set to zero, so these rows do not change the sums.
     if (lane < Stage::kQueries) {
       copy_chunk(stage + Stage::kStatistics + lane * kStatisticsBytes,
                  reinterpret_cast<const char*>(p.statistics + first_row + max(place, 0)), place < 0 ? 0 : 16);
     }
   };
 
-  // With per-head scales, every query head has a separate key/value head.
+  // All query heads of the CTA have the same scale, because query heads do not share key/value heads if scales are per
+  // head.
   const float exponent_scale = p.scale.of(batch * p.heads + head_kv * heads_per_kv).logits * kLog2E;
   TilePlan tile = Stage::plan();
   Tables tables{};
@@ -155,7 +159,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
   }
 }
 
-/// Adds up the partial gradients; a thread computes two elements of a key's or value's gradient.
+/// Adds up the partial gradients. A thread computes two elements of the gradient of a key or a value.
 template <class Element>
 __global__ void __launch_bounds__(kAdditionalSumThreads)
     natten_jax_small_additional_gradient_sum(const __grid_constant__ AdditionalParams p) {

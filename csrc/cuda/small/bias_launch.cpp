@@ -10,10 +10,10 @@
 namespace natten_jax::small {
 namespace {
 
-/// Maximum parts of the tiles, which gridDim.y counts.
+/// Maximum number of parts into which the tiles are divided (BiasSums::parts). gridDim.y is the number of parts.
 constexpr std::int64_t kMostParts = 32768;
 
-/// Returns the offsets that a tile's record covers in a region.
+/// Returns the shape of the box of offsets in a tile's record, and the layout of the record.
 TableBox table_box(const Problem& problem, const std::int64_t (&rows)[kRank], const Region& region) {
   TableBox box{};
   for (int d = 0; d < kRank; ++d) {
@@ -73,7 +73,7 @@ Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arra
   }
   const std::int64_t items = problem.batch * problem.heads, chunks = region.gradients / kEntriesOfChunk;
   shape = {dim3(static_cast<unsigned>(items), static_cast<unsigned>(sums.parts)), 0, 0,
-           stream};  // launch_table_gradient sets the threads and shared memory
+           stream};  // launch_table_gradient sets the number of threads and the shared memory
   last.sums = scratch.table_sums;
   last.result = arrays.relative_bias_gradient;
   last.next_table = chunks;
@@ -89,7 +89,7 @@ bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const A
   Region& region = p.region;
   p.given = given_table(problem, BiasTable(problem.axes, tiles.kv, tiles.query).pitch[1], arrays);
   p.entries_of_batch = static_cast<int>(problem.batch);
-  // A CTA holds a single table of products, which all of its items share.
+  // A CTA keeps only one table in shared memory. So it processes several items only if they share a table.
   const bool has_one = tables_of_products(problem, arrays) == 1;
   region.items_of_cta = has_one ? static_cast<int>(std::min<std::int64_t>(region.items_of_cta, problem.batch)) : 1;
   p.pieces = static_cast<int>(divide_up(problem.batch, region.items_of_cta));

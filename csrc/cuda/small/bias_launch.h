@@ -1,5 +1,5 @@
-// Prepares launches of kernels with a relative bias: tables that are added to products of queries and keys, and the
-// sums for the gradient of the bias.
+// Preparation of launches with a relative bias. It computes the tables of biases that kernels add to products of
+// queries and keys, and the parameters of the kernels that compute the gradient of the bias.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,21 +18,23 @@
 
 namespace natten_jax::small {
 
-/// Returns a problem's tables, for kernels that read tables with `line` entries per line.
+/// Returns a description of the caller's tables, for kernels whose tables have `line` entries per line.
 GivenTable given_table(const Problem& problem, std::int64_t line, const Arrays& arrays);
 
-/// Computes the tables of products if there is a relative bias and the kernels read such tables.
+/// If there is a relative bias, launches the kernel that converts the caller's tables to tables that are added to
+/// products of queries and keys. The kernel writes the converted tables to `products`.
 Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                      const Arrays& arrays, float* products, cudaStream_t stream, CommonParams& p);
 
-/// If there is a relative bias, fills in the parameters for its gradient: of the query gradient kernel, and of the
-/// kernels that add up the records of that kernel.
+/// If there is a relative bias, sets the parameters of the kernels that compute its gradient. The query gradient kernel
+/// (`p`) writes a record per tile. The next kernel (`table`, `shape`) adds up the records of each part of the tiles. A
+/// last kernel (`last`) adds up the sums of all parts.
 Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                      cudaStream_t stream, BackwardParams& p, TableParams& table, LaunchShape& shape,
                      LastSumsParams& last);
 
-/// Fills in the parameters for a relative bias's gradient in the kernel of whole layouts, each of whose CTAs loops over
-/// batch entries of a single head. Returns false if there are too many CTAs.
+/// Sets the parameters for the gradient of a relative bias in the kernel that processes whole layouts. A CTA of this
+/// kernel loops over batch entries of a single head. Returns false if the launch would need too many CTAs.
 bool prepare_whole_bias(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                         WholeBiasParams& p, LaunchShape& shape, LastSumsParams& last);
 

@@ -1,5 +1,5 @@
-// Length of the lines of a relative bias in memory: padded so that the lanes of a warp read from different banks of
-// shared memory.
+// Length of the lines of a relative bias in shared memory. A line contains the offsets along the last dimension. Lines
+// are padded so that the lanes of a warp read from different banks.
 #pragma once
 
 #include <algorithm>
@@ -12,16 +12,17 @@
 
 namespace natten_jax::small {
 
-/// Possible orders of a problem's dimensions in a region: the dimensions of a group come first.
+/// All orders of a problem's dimensions. A region uses an order in which the dimensions along which a group extends
+/// come first.
 inline constexpr int kOrders[][kRank] = {{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}};
 
-/// Returns the number of shared memory wavefronts in which a warp reads one entry per lane, with make_plan's assignment
-/// of rows and columns: the maximum number of distinct words in one bank.
+/// Returns the number of wavefronts that shared memory needs if each lane of a warp reads one entry of a table. This is
+/// the maximum number of distinct words in one bank. Rows and columns are assigned to lanes as in make_plan.
 ///
 /// Args:
-///   pitch: distance in entries between consecutive offsets of a dimension.
-///   tile, group: shapes of rows and columns.
-///   order: order of the dimensions.
+///   pitch: distance in entries between consecutive offsets along each dimension.
+///   tile, group: shapes of a tile of rows and of a group of columns.
+///   order: order of the problem's dimensions in the region.
 inline int reads_of_warp(const std::int64_t (&pitch)[kRank], const std::int64_t (&tile)[kRank],
                          const std::int64_t (&group)[kRank], const int (&order)[kRank]) {
   constexpr int kLanes = 32, kBanks = 32, kColumnsOfLane = 2;
@@ -35,24 +36,24 @@ inline int reads_of_warp(const std::int64_t (&pitch)[kRank], const std::int64_t 
       row /= tile[d];
     }
     words[lane] = word;
-    // Lanes that read the same word share it.
+    // If several lanes read the same word, it counts once.
     if (std::find(words, words + lane, word) == words + lane) ++in_bank[(word % kBanks + kBanks) % kBanks];
   }
   return *std::max_element(in_bank, in_bank + kBanks);
 }
 
-/// Returns the entries of a line with `own` offsets, including padding: the shortest line with the fewest bank
-/// conflicts. Without padding, most windows of 7 x 7 and all of 13 x 13 take twice the number of reads: the forward
-/// pass of 13 x 13 took 207 instead of 201 microseconds, key and value gradients of 64-wide heads with 7 x 7 took 113
-/// instead of 100 (H200).
+/// Returns the number of entries of a line with `own` offsets, including padding. This is the shortest line with the
+/// fewest bank conflicts. Without padding, reads need twice the number of wavefronts for most problems with windows of
+/// 7 x 7, and for all with windows of 13 x 13. The forward pass with 13 x 13 then took 207 instead of 201 microseconds.
+/// The key and value gradients with 7 x 7 and heads of 64 took 113 instead of 100 microseconds (H200).
 ///
 /// Args:
-///   own: offsets along the last dimension.
-///   lines: lines per plane.
-///   tile, group: shapes of rows and columns.
+///   own: number of offsets along the last dimension.
+///   lines: number of lines per plane (offsets along the second dimension).
+///   tile, group: shapes of a tile of rows and of a group of columns.
 inline std::int64_t entries_of_line(std::int64_t own, std::int64_t lines, const std::int64_t (&tile)[kRank],
                                     const std::int64_t (&group)[kRank]) {
-  constexpr std::int64_t kBanks = 32;  // lengths that differ by this have the same bank conflicts
+  constexpr std::int64_t kBanks = 32;  // line lengths that differ by kBanks have the same bank conflicts
   std::int64_t best = own;
   int least = std::numeric_limits<int>::max(), orders = 0;
   for (std::int64_t line = own; line < own + kBanks && least > orders; ++line) {

@@ -1,18 +1,18 @@
-// Sums of logit gradients by offset, for the gradient of a relative bias. A warp stores the 16-bit gradients of a
-// tile's logits with one row per query and one column per offset, and MMA adds up the columns, so that lanes never add
-// to the same number.
+// Sums of logit gradients by offset, for the gradient of a relative bias. A warp stores the logit gradients of a tile
+// in shared memory, in 16 bits, with a row per query and a column per offset. MMA instructions then add up each column,
+// so no two lanes add to the same number.
 #pragma once
 
 #include "cuda/small/products.cuh"
 
 namespace natten_jax::small {
 
-/// Returns the start of a warp's rows in shared memory.
+/// Returns the address of the warp's rows of logit gradients in shared memory.
 CUTE_DEVICE char* sums_of_warp(const CommonParams& p, char* raw) {
   return raw + p.region.shared.sums + threadIdx.x / 32 * bytes_of_sums(p.region.record);
 }
 
-/// Zeroes a warp's memory.
+/// Zeroes `bytes` bytes of the warp's memory, starting at `own`.
 CUTE_DEVICE void clear_of_warp(char* own, int bytes) {
   __syncwarp();
 #pragma unroll 4
@@ -22,34 +22,36 @@ CUTE_DEVICE void clear_of_warp(char* own, int bytes) {
   __syncwarp();
 }
 
-/// Zeroes a warp's rows: entries outside of a query's window stay zero for all items.
+/// Zeroes the warp's rows of logit gradients. Elements outside of a query's window stay zero for all items.
 CUTE_DEVICE void clear_sums(const CommonParams& p, char* raw) {
   clear_of_warp(sums_of_warp(p, raw), bytes_of_sums(p.region.record));
 }
 
-/// Stores the logit gradients of pairs, rounded to the element type, two neighbors per word. A hidden element next to a
-/// visible one is stored as zero, in an unused slot.
+/// Stores the logit gradients of pairs of groups, rounded to the element type. A word contains two neighboring
+/// elements, and is stored if at least one of them is visible. A hidden (masked-out) element of the word is zero, and
+/// no visible element of the row uses its position.
 template <int kPairs>
 CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums, const std::uint32_t (&a)[kPairs][4],
                                        const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
   for (int pair = 0; pair < kPairs; ++pair) {
-    // Opaque to the compiler, which would otherwise recompute the addresses for each store, and test hidden instead of
-    // visible bits, with two instructions.
+    // `kept` makes values opaque to the compiler. Otherwise, the compiler would recompute the addresses for each store,
+    // and would need two instructions to test the bits of a word.
     const std::uint32_t seen = kept(~pairs.masks[pair]);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int h = i / 2, r = i % 2;
       const std::uint32_t at = kept(sums + tile.sums[r] + pairs.at[pair].sum() + h * tile.next_sum_of_group);
-      // Top bits of the elements' bytes in the group's masks.
+      // Tests the mask bits of the word's two elements. In the mask, each element has a byte, with bit 3 for the first
+      // group of the pair and bit 7 for the second group.
       if ((seen & 0x808u << (16 * r + 4 * h)) != 0) store_word(at, a[pair][2 * h + r]);
     }
   }
 }
 
-/// Computes the B operand of the product that adds up a tile's rows. Each column of these rows is a row of the product.
-/// The first column of the product sums the rows that are stored in place. The second column sums the late rows, which
-/// are stored one number later (TilePlan::late_rows).
+/// Computes the B operand of the product that adds up a tile's rows of logit gradients. The product has a row for each
+/// column of the logit gradients. Its first column contains the sums over the rows that are not late. Its second column
+/// contains the sums over the late rows, which are stored one number later (TilePlan::late_rows).
 template <class Element>
 CUTE_DEVICE void columns_of_rows(std::uint32_t (&b)[2], const TilePlan& tile) {
   const int number = threadIdx.x % 32 / 4;
@@ -60,7 +62,7 @@ CUTE_DEVICE void columns_of_rows(std::uint32_t (&b)[2], const TilePlan& tile) {
   }
 }
 
-/// Adds up a tile's rows, and writes the sums in the order of RecordLayout.
+/// Adds up a tile's rows of logit gradients, and writes the sums to `to` in the layout of a record (RecordLayout).
 template <class Element>
 CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::uint32_t sums, float* to) {
   using Instruction = HalfInstruction<Element>;
@@ -70,7 +72,9 @@ CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::u
                              lane % 16 * row_bytes + lane / 16 * 16;
   std::uint32_t b[2];
   columns_of_rows<Element>(b, tile);
-  float behind = 0.f;  // sum over late rows for the last number of the step
+  // Sum over the late rows for the last number of an iteration. The previous iteration computes it, because late rows
+  // are stored one number later.
+  float behind = 0.f;
   __syncwarp();
   CUTE_NO_UNROLL
   for (int first = region.record - kRecordStep; first >= 0; first -= kRecordStep) {
@@ -93,7 +97,7 @@ CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::u
   __syncwarp();
 }
 
-/// Adds up a tile's rows, and writes the sums to its record.
+/// Adds up a tile's rows of logit gradients, and writes the sums and the tile's smallest offsets to its record.
 template <class Element>
 CUTE_DEVICE void write_record(const BackwardParams& p, const TilePlan& tile, std::uint32_t sums, const Item& item) {
   const Region& region = p.region;

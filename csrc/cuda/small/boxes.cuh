@@ -1,5 +1,5 @@
-// TMA loads of a region's columns as boxes, for compute capability 9.0: threads spend no instructions on copies, and
-// warps do not wait for each other. The last warp that has read a stage refills it.
+// Loads of a region's columns as boxes with TMA, for compute capability 9.0. Threads need no instructions for these
+// copies, and warps do not wait for each other. When all warps have read a stage, the last of them starts to refill it.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -9,7 +9,7 @@
 
 namespace natten_jax::small {
 
-/// True if a kernel with or without boxes has code for the architecture.
+/// True if kernels with boxes (`has_boxes`), or without boxes, are compiled for the current architecture.
 constexpr bool is_compiled(bool has_boxes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return !has_boxes;
@@ -20,22 +20,23 @@ constexpr bool is_compiled(bool has_boxes) {
 
 /// Rarely used per-CTA state, kept in shared memory to save registers.
 struct BoxState {
-  std::uint64_t full[2];  // barriers: the stage is loaded
-  std::uint64_t left[2];  // barriers: all warps have read the stage
-  EntryItems items;       // the plan's items; only with per-entry layouts
-  int first[kRank];       // first column of the box
-  int warps;              // warps that have rows
+  std::uint64_t full[2];  // Barriers: the stage is loaded.
+  std::uint64_t left[2];  // Barriers: all warps have read the stage.
+  EntryItems items;       // Items of the current plan. Used only with per-entry layouts.
+  int first[kRank];       // First column of the box.
+  int warps;              // Number of warps that have rows.
 };
 
-/// Empty type of a member that is kept in shared memory instead.
+/// Empty type of a member that a kernel does not need.
 struct NoItems {};
 
-/// Arrives at a barrier once all copies that the thread has started have completed.
+/// Makes the thread arrive at a barrier when all copies that it has started are complete. Does not wait for them.
 CUTE_DEVICE void arrive_with_copies(std::uint64_t& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(shared_address(&barrier)) : "memory");
 }
 
-/// Like ChunkLoads, but TMA loads the columns, and each warp loads its rows into separate buffers.
+/// Loads of a region's columns with TMA. The interface is that of ChunkLoads. Each warp copies its rows into buffers
+/// that are not part of a stage.
 template <int kHeadDim, Kernel kKernel, class Items, bool kHasBias = false>
 class BoxLoads {
  public:
@@ -44,16 +45,18 @@ class BoxLoads {
   static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain;
   static constexpr int kBoxes = boxes_of(kKernel);
   static constexpr bool kHasResultsInRows = has_results_in_rows(kKernel, Items::kOfEntries);
-  // Arrivals per warp that has read a stage. With a table, every lane arrives: racecheck attributes a single arrival to
-  // its lane only, and reports the other lanes' reads of the table.
+  // Number of arrivals by which a warp reports that it has read a stage. With a relative bias, every lane arrives. If a
+  // single lane arrived for its warp, compute-sanitizer's racecheck would report the other lanes' reads of the table as
+  // races.
   static constexpr int kLeavesOfWarp = kHasBias ? 32 : 1;
 
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
       : p_(p),
         state_(*reinterpret_cast<BoxState*>(raw + p.region.shared.box_state)),
         stages_(shared_address(raw + p.region.shared.stages)) {
-    // With this prefetch, the kernel took 116.5 instead of 121 microseconds with dilation 8, and 21.2 instead of 22.4
-    // microseconds with 7 x 7 tokens. The other gradient kernels took 4% longer with it.
+    // Prefetches the tensor maps only in the kernel of whole layouts. With the prefetch, this kernel took 116.5 instead
+    // of 121 microseconds with dilation 8, and 21.2 instead of 22.4 microseconds with 7 x 7 tokens. The other gradient
+    // kernels took 4% longer with it.
     if constexpr (kIsWhole) {
       if (threadIdx.x > 0) return;
       CUTE_UNROLL
@@ -63,7 +66,8 @@ class BoxLoads {
     }
   }
 
-  /// Sets the items of the next plan. Must be called before the first plan, and after all threads have finished a plan.
+  /// Sets the items of the next plan. Must be called before each plan, when all threads have finished the previous
+  /// plan.
   CUTE_DEVICE void take(const Items& items, bool is_first) {
     if constexpr (Items::kOfEntries) {
       if (threadIdx.x > 0) return;
@@ -79,9 +83,9 @@ class BoxLoads {
     }
   }
 
-  /// Starts the loads of the first stages, except the data that the previous kernel writes. `first` is the box's first
-  /// column, `warps` is the number of warps with rows. TMA cannot load columns on both sides of a seam as a box: all
-  /// threads copy these later.
+  /// Starts to load the first stages, except the data that the previous kernel writes. `first` is the first column of
+  /// the box, and `warps` is the number of warps with rows. If `crosses_seam`, the columns lie on both sides of a seam
+  /// (an end of a dimension that wraps). TMA cannot load such columns as a box, so all threads copy them later.
   CUTE_DEVICE void start(const int (&first)[kRank], int warps, bool crosses_seam = false) {
     if constexpr (kMayWrap) crosses_seam_ = crosses_seam;
     if (threadIdx.x > 0) return;
@@ -96,10 +100,11 @@ class BoxLoads {
     cutlass::arch::fence_barrier_init();
     if constexpr (Items::kOfEntries) {
       if (items().maps >= 0) {
-        // In the forward pass, the previous kernel makes the maps. In the backward pass, the maps were complete before
-        // the previous kernel started; it may fill padding, which is not needed here.
+        // In the forward pass, the previous kernel makes the tensor maps. In the backward pass, the maps were complete
+        // before the previous kernel started. That kernel may fill padding, but these loads do not need the padding.
         if constexpr (kKernel == Kernel::kForward) wait_for_previous_kernel();
-        // This also acquires the maps for the other threads that issue TMA loads, because they do so after this thread.
+        // Other threads that issue TMA loads need not acquire the maps again, because they issue them after this
+        // thread.
         const CUtensorMap* const maps = p_.entry_maps + items().maps * kEntryMaps;
         for (int i = 0; i < kBoxes + kRowsAreKeys; ++i) acquire_map(maps + i);
       }
@@ -107,20 +112,21 @@ class BoxLoads {
     if (!crosses_seam) for_first([&](int i) { fill(i, i); });
   }
 
-  /// Starts to load a warp's rows of the first item while the warp plans.
+  /// Starts to load a warp's rows of the first item. The warp makes its plan during this load.
   template <class LoadRows>
   CUTE_DEVICE void load_first_rows(const Item& first, std::uint32_t rows_of_warp, const LoadRows& load_rows) const {
     load_rows(first, rows(rows_of_warp));
     commit_copies();
   }
 
-  /// Returns the number of warps with rows. All threads have to call it before any of them loops over the items.
+  /// Returns the number of warps with rows. All threads have to call this function before any of them loops over the
+  /// items.
   CUTE_DEVICE int warps_with_rows() const {
     __syncthreads();
     return state_.warps;
   }
 
-  /// Loops over the items, as ChunkLoads does.
+  /// Loops over the items, as ChunkLoads::for_items does.
   template <class LoadRows, class LoadColumns, class Compute>
   CUTE_DEVICE void for_items(const Tables& tables, const TilePlan& tile, std::uint32_t rows_of_warp,
                              const LoadRows& load_rows, [[maybe_unused]] const LoadColumns& load_columns,
@@ -179,8 +185,8 @@ class BoxLoads {
     const LoadNext& load_next;
     int i, stage, phase;
 
-    /// Called when the warp's rows are in registers: starts to load the next item's rows, if results do not use their
-    /// buffer, and waits for the columns.
+    /// Called when the warp's rows are in registers. Starts to load the next item's rows, unless the buffer of rows
+    /// also stages results. Then waits for the columns of the current item.
     CUTE_DEVICE void rows_are_read() const {
       __syncwarp();
       if constexpr (!kHasResultsInRows) load_next();
@@ -189,7 +195,7 @@ class BoxLoads {
 
     CUTE_DEVICE void columns_are_read() const { loads.leave(i, stage, phase); }
 
-    /// Called when the warp's results have left their staging buffer: if it is the buffer of rows, starts to load the
+    /// Called when the warp's results have left their staging buffer. If this is the buffer of rows, starts to load the
     /// next item's rows.
     CUTE_DEVICE void results_are_written() const {
       if constexpr (kHasResultsInRows) {
@@ -204,13 +210,14 @@ class BoxLoads {
     if (kLeavesOfWarp > 1 && threadIdx.x % 32 > 0) arrive(left);
     __syncwarp();
     if (threadIdx.x % 32 > 0) return;
-    // Never blocks: all warps have left the stage's previous contents, or it would not have been refilled. The wait
-    // orders the uses of the barrier for compute-sanitizer's racecheck.
+    // This wait never blocks: the stage was refilled only after all warps had read its previous contents. It orders the
+    // uses of the barrier for compute-sanitizer's racecheck.
     wait(left, phase ^ 1);
     const unsigned missing = arrive_counting(left);
     i += p_.region.stages;
     if (crosses_seam() || missing > 1 || i >= items().count) return;
-    wait(left, phase);  // does not block either; orders other warps' reads before the refill
+    // This wait does not block either. It orders the reads of the other warps before the refill.
+    wait(left, phase);
     fill(i, stage);
     fill_statistics(i, stage);
   }
@@ -224,7 +231,8 @@ class BoxLoads {
     return stages_ - p_.region.shared.stages + p_.region.shared.rows + of_warp;
   }
 
-  /// Returns the tensor map of an array: the map of the plan's batch entries, or the launch's map.
+  /// Returns the tensor map of the array with index `box`. It is the map of the plan's batch entries, if they have
+  /// separate maps, otherwise the map of the launch.
   CUTE_DEVICE const CUtensorMap& map_of(int box) const {
     if constexpr (Items::kOfEntries) {
       if (items().maps >= 0) return p_.entry_maps[items().maps * kEntryMaps + box];
@@ -232,7 +240,7 @@ class BoxLoads {
     return p_.columns[box];
   }
 
-  /// Loads a stage for an item, except the statistics.
+  /// Starts to load a stage for the `i`th item, except the statistics.
   CUTE_DEVICE void fill(int i, int stage) const {
     const Item item = items().at(p_, i);
     const std::uint32_t barrier = shared_address(&state_.full[stage]),
@@ -253,7 +261,7 @@ class BoxLoads {
     }
   }
 
-  /// Loads the part of a stage that the previous kernel writes, if any.
+  /// Starts to load the statistics of a stage, if rows are keys. The previous kernel writes the statistics.
   CUTE_DEVICE void fill_statistics(int i, int stage) const {
     if constexpr (kRowsAreKeys) {
       const Item item = items().at(p_, i);
@@ -264,10 +272,10 @@ class BoxLoads {
     }
   }
 
-  /// Returns the end of the box of statistics, in bytes from its start.
+  /// Returns the size in bytes of the box of statistics.
   CUTE_DEVICE int statistics_end() const { return p_.region.shared.box_end / kRowBytes * kStatisticsBytes; }
 
-  /// Clears the parts of the stages after the boxes: the kernel reads them, and they have to be finite.
+  /// Zeroes the parts of the stages that boxes do not cover. The kernel reads these parts, so they must be finite.
   CUTE_DEVICE void clear_past_boxes(char* stage) const {
     const SharedLayout& shared = p_.region.shared;
     for (int i = 0; i < p_.region.stages; ++i, stage += shared.stage_bytes) {
@@ -299,7 +307,7 @@ class BoxLoads {
     }
   }
 
-  /// Returns the items, which are in shared memory with per-entry layouts, to save registers.
+  /// Returns the items. With per-entry layouts, they are kept in shared memory, to save registers.
   CUTE_DEVICE const Items& items() const {
     if constexpr (Items::kOfEntries) {
       return state_.items;
@@ -315,7 +323,7 @@ class BoxLoads {
   std::conditional_t<kMayWrap, bool, NoItems> crosses_seam_;
 };
 
-/// Loads of a CTA's second plan: does nothing, because the first plan's loads serve both plans.
+/// Loads for the second plan of a CTA. It loads nothing, because both plans use the loads of the first plan.
 struct NoLoads {
   static constexpr bool kMayWrap = false, kIsPlain = false;
 
