@@ -140,7 +140,7 @@ class Attention {
     return shared.tile[keys.index].w >> kMaskBits * warpgroup & kHidden;
   }
 
-  /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if only such tiles were left.
+  /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if no other tile is left.
   CUTE_DEVICE bool find_seen() {
     while (left > 0) {
       mask = mask_in(k);

@@ -57,8 +57,8 @@ struct ForwardTraits {
   // warp that stores output.
   static constexpr int kPlanReaders = kConsumers + kValueLoaders + kLoadingThreads - 1 + kWarp;
   // Registers per thread. A CTA uses the 65536 registers of an SM. The warp that loads biases needs more registers than
-  // the other producer warps. With three consumer warpgroups, it gets no more than the other ones, because the
-  // consumers would otherwise spill.
+  // the other producer warps. With three consumer warpgroups, it gets no more registers than the other producer warps,
+  // because the consumers would otherwise spill.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 224 : 232) : 160;
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 56 : 40) : 32;
   // True if the warpgroups take turns in issuing their products (ProductOrder), false if they issue them in any order.

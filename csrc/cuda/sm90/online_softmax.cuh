@@ -113,14 +113,14 @@ struct OnlineSoftmax {
 
   /// True if some row of the warp must be rescaled, or has logits so large that weights must be corrected (`is_large`).
   /// Logits are rarely this large. If they are, the product of a logit and `exponent_scale` may exceed the rounded
-  /// `shift` so far that the weight overflows in 16 bits or even in float32.
+  /// `shift` so far that the weight overflows the 16-bit element type, or even float32.
   CUTE_DEVICE bool is_special() const {
     return __any_sync(0xffffffffu, must_rescale[0] || must_rescale[1] || is_large);
   }
 
   /// Corrects the weights of large logits. The corrected weights are relative to the exact product of reference and
-  /// `exponent_scale`. The original weights are relative to `shift`, which is this product rounded down. If it were
-  /// rounded up, all weights of a row could become zero.
+  /// `exponent_scale`. The original weights are relative to `shift`, which is this product rounded down: if `shift`
+  /// were rounded up, all weights of a row could become zero.
   ///
   /// Corrections are rare, but their code is in the middle of the loop over tiles. This code uses selects, because
   /// branches would make the kernel's code an eighth longer and slow down forward passes of 60 microseconds by 1%.

@@ -18,7 +18,7 @@ struct QueryStage {
   static constexpr int kSecond = kPairs * Rows::kBytes;  // distance in bytes from Q to dO
   static constexpr int kStatistics = 2 * kSecond, kBytes = kStatistics + kQueries * kStatisticsBytes;
 
-  /// Plan of a warp. It is the same for all stages, because all queries of a stage attend to the additional keys.
+  /// Plan of a warp. All stages have the same plan, because all queries of a stage attend to the additional keys.
   CUTE_DEVICE static TilePlan plan() {
     const int lane = threadIdx.x % 32, in_group = lane % kColumns, slow = lane / 16, fast = lane / 8 % 2;
     TilePlan result{};

@@ -27,8 +27,8 @@ Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], 
                      const Arrays& arrays, float* products, cudaStream_t stream, CommonParams& p);
 
 /// If there is a relative bias, sets the parameters of the kernels that compute its gradient. The query gradient kernel
-/// (`p`) writes a record per tile. The next kernel (`table`, `shape`) adds up the records of each part of the tiles. A
-/// last kernel (`last`) adds up the sums of all parts.
+/// (`p`) writes a record per tile. The next kernel (`table`, `shape`) adds up the records of each part of the tiles.
+/// The final kernel (`last`) adds up the sums of all parts.
 Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
                      cudaStream_t stream, BackwardParams& p, TableParams& table, LaunchShape& shape,
                      LastSumsParams& last);
