@@ -1,10 +1,13 @@
-"""Configuration queries return a backend's tile shapes: ``configs``, ``get_[bwd_]configs_for_<family>_<fna|fmha>``.
+"""Configuration queries: functions that list the tile shapes a backend offers for an attention call.
 
-The ``get_*`` functions have NATTEN's names. There is one per pass and operator of every registered backend. A
-configuration query takes the attention query, or query, key and value, in the operator's layout, as arrays or as
-``jax.ShapeDtypeStruct``. The first configuration is the recommended one; the list is empty if the backend cannot run
-the arrays. For neighborhood attention it also takes the window arguments, on which the recommendation depends; the
-default window is the whole layout.
+- :func:`configs` returns keyword arguments for an operator.
+- ``get_[bwd_]configs_for_<family>_<fna|fmha>`` returns tiles. These functions have NATTEN's names. There is one
+  function per pass and operator of every registered backend. It returns an empty list if the backend cannot run the
+  arrays.
+
+All functions take the array ``query``, or ``query``, ``key`` and ``value``, in the operator's layout. Each argument is
+an array or a ``jax.ShapeDtypeStruct``. For neighborhood attention, the functions also take the window arguments,
+because the recommended configuration depends on the window. The recommended configuration is the first one in the list.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from natten_jax.windows import Edges, WindowArguments
 CapabilityLike = str | float | Sequence[int]
 
 
-#: A configuration query returns pairs of query and key/value tile, the recommended pair first. Tiles are shapes for
-#: neighborhood attention and sizes for attention. If the backend has kernel schedules, each item is ``(pair of tiles,
-#: schedule)`` with a :class:`natten_jax.KernelSchedule`.
+#: A function that returns a list of pairs ``(query tile, key/value tile)``, the recommended pair first. Tiles are
+#: shapes for neighborhood attention and sizes for attention. If the backend has kernel schedules, each item of the list
+#: is ``(pair, schedule)`` with a :class:`natten_jax.KernelSchedule`.
 ConfigQuery = Callable[..., list[tuple[Any, Any]]]
 
 
@@ -69,18 +72,19 @@ def configs(
         query: The query ``[batch, *layout, heads, head_dim]``, or a ``jax.ShapeDtypeStruct``.
         key: The key, if its shape differs from the query's.
         value: The value, if its shape differs from the query's.
-        kernel_size: Window extents in tokens, as in the operator. ``None`` selects ``attention``.
-        stride: Queries that share one window, per dimension.
+        kernel_size: Tokens in a window, per dimension. ``None`` selects ``attention``.
+        stride: Number of queries that share one window, per dimension.
         dilation: Distance between neighboring tokens of a window, per dimension.
-        is_causal: Hide later keys, per dimension. This is the only window argument of ``attention``.
+        is_causal: Mask out the keys after the query, per dimension. This is the only window argument of ``attention``.
         backend: Name of the backend. The default is the backend that would run the call.
         pass_: ``"forward"`` or ``"backward"``.
-        compute_capability: Assume a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of the
-            default device.
-        edges: Boundary mode of windows that cross an end of the layout, as in the operator.
+        compute_capability: Compute capability of a GPU, such as ``"9.0"``, ``(9, 0)`` or ``9.0``. The configurations
+            are for this GPU. ``None`` uses the default device.
+        edges: Boundary mode of windows that extend beyond an end of the layout, as in the operator.
 
     Returns:
-        Keyword arguments: the tiles of the pass, its ``kernel_schedule`` if the backend has several, and the backend.
+        A list of dictionaries. Each one contains the tiles of the pass, ``kernel_schedule`` if the backend has
+        schedules for the pass, and ``backend``.
 
     Raises:
         ValueError: The arguments do not describe a problem of the operator, the backend cannot run it, or the value of
@@ -106,7 +110,7 @@ def configs(
 
 
 def _offered(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> list[tuple[Any, Any]]:
-    """Return pairs of tiles, each with every schedule of the backend; an empty list if it rejects the problem."""
+    """Return all combinations of a tile pair and a schedule; an empty list if the backend rejects the problem."""
     if backend.rejection(problem, device, pass_) is not None:
         return []
     pairs: Iterable[Any] = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
@@ -117,7 +121,7 @@ def _offered(backend: Backend, problem: Problem, device: Device, pass_: Pass) ->
 
 
 def target_device(compute_capability: CapabilityLike | None) -> Device:
-    """Return a GPU of the given compute capability, or this process's default device.
+    """Return a GPU of the given compute capability, or this process's default device for ``None``.
 
     Raises:
         NoDeviceError: ``compute_capability`` is ``None``, and JAX finds no device.
@@ -148,7 +152,7 @@ def query_named(name: str) -> ConfigQuery:
 
 
 def _queries() -> dict[str, tuple[Backend, Operator, Pass]]:
-    """Return backend, operator and pass of each configuration query, by name."""
+    """Map the name of each configuration query to its backend, operator and pass."""
     found: dict[str, tuple[Backend, Operator, Pass]] = {}
     for backend in backends.registered():
         family = backend.capabilities.query_family or backend.family
@@ -177,18 +181,19 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
             >>> configurations = natten_jax.{name}(tokens)
 
         Args:
-            query: An array of the operator's query, key or value, or a ``jax.ShapeDtypeStruct``.
-            key: The key if it differs from ``query``.
-            value: The value if it differs from ``query``.
-            input_tensor: NATTEN's name of ``query``.
-            compute_capability: Assume a GPU of this compute capability, ``"9.0"``, ``(9, 0)`` or ``9.0``, instead of
-                the default device.
-            **window: Window arguments of the operator, by default of windows as large as the layout; attention has only
-                ``is_causal``.
+            query: The operator's query, or a ``jax.ShapeDtypeStruct``.
+            key: The key, if its shape differs from the query's.
+            value: The value, if its shape differs from the query's.
+            input_tensor: NATTEN's name for the argument ``query``.
+            compute_capability: Compute capability of a GPU, such as ``"9.0"``, ``(9, 0)`` or ``9.0``. The tiles are for
+                this GPU. ``None`` uses the default device.
+            **window: Window arguments of the operator. The default ``kernel_size`` is the whole layout. Attention takes
+                only ``is_causal``.
 
         Returns:
-            Pairs of query and key/value tile, each with a kernel schedule if the backend has several; empty if the
-            backend cannot run the arrays. Tiles are shapes for neighborhood attention, and sizes for attention.
+            A list of pairs ``(query tile, key/value tile)``. If the backend has kernel schedules for the pass, each
+            item is ``(pair, schedule)``. The list is empty if the backend cannot run the arrays. Tiles are shapes for
+            neighborhood attention, and sizes for attention.
 
         Raises:
             ValueError: The arguments do not describe a problem of the operator, or the compute capability is invalid.
@@ -208,7 +213,7 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
 
 
 def _describe(function: str, operator: Operator, arrays: tuple[Any, Any, Any], window: dict[str, Any]) -> Problem:
-    """Return the problem of arrays and window arguments; key and value default to the query."""
+    """Return the problem that arrays and window arguments describe. Key and value default to the query."""
     query, key, value = (arrays[0] if each is None else each for each in arrays)
     allowed = ("is_causal",) if operator == "fmha" else WindowArguments._fields
     for name in window:

@@ -1,4 +1,4 @@
-"""8-bit floats: quantization, the scales of a call, and gradients of calls that quantize their arrays."""
+"""Quantization to 8-bit floats, scale factors of 8-bit arrays, and gradients of calls that quantize their arrays."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from natten_jax.sharding.explicit import replicated, split_like
 
 Granularity = Literal["tensor", "head", "block"]
 
-#: JAX's names of the element types, by the names that users may give: the short name or JAX's name.
+#: JAX's name of each 8-bit element type. The keys are the names that users can pass: the short name and JAX's name.
 NAMES = {name: each.name for each in ELEMENT_TYPES.values() if each.is_float8 for name in (each.short_name, each.name)}
-#: Default block shape, by the number of token dimensions: 128 tokens.
+#: Default block shape for each number of token dimensions. Every default block has 128 tokens.
 BLOCKS = {1: (128,), 2: (8, 16), 3: (2, 8, 8)}
 
 
 class Quantized(NamedTuple):
-    """An array of 8-bit floats, and how to restore the original numbers.
+    """An array of 8-bit floats, with the scale and the mean that approximately restore the original array.
 
     Attributes:
-        array: The 8-bit array, of the same shape as the original; rotated if ``rotate`` was set.
-        scale: float32. Factor that restores the elements, in the form of the operators' ``query_scale``, ``key_scale``
-            and ``value_scale``.
-        mean: float32 ``[batch, heads, head_dim]``. The mean that was subtracted from every token, before the rotation;
-            ``None`` without ``subtract_mean``.
+        array: 8-bit array with the shape of the original array. If ``rotate`` was set, the elements are rotated.
+        scale: float32. The factors that ``array`` is multiplied by to restore its elements. Pass them to the operators
+            as ``query_scale``, ``key_scale`` or ``value_scale``; factors per block are not allowed as ``query_scale``.
+        mean: float32 ``[batch, heads, head_dim]``. The mean over the tokens, which was subtracted from every token
+            before the rotation. ``None`` without ``subtract_mean``.
     """
 
     array: jax.Array
@@ -58,9 +58,9 @@ def quantize(
 ) -> Quantized:
     """Quantize an array to 8-bit floats.
 
-    The elements that share a scale are divided by it, so that the largest magnitude among them becomes the largest
-    number of the element type. The function is plain JAX and works under ``jax.jit`` and ``jax.vmap``. Gradients are
-    not defined.
+    All elements that share a scale are divided by this scale. The scale is chosen so that the largest magnitude of
+    these elements becomes the largest number of the 8-bit type. The function is plain JAX and works under ``jax.jit``
+    and ``jax.vmap``. Gradients are not defined.
 
     Example:
         >>> import jax.numpy as jnp
@@ -71,23 +71,23 @@ def quantize(
 
     Args:
         array: ``[batch, *layout, heads, head_dim]``, of floats.
-        dtype: ``"e4m3"`` (3 mantissa bits, numbers up to 448) or ``"e5m2"`` (2 mantissa bits, numbers up to 57,344), or
-            JAX's name of either.
-        scale: Granularity of the scales: one for the array (``"tensor"``), per batch entry and head (``"head"``), or
-            per batch entry, head and block of tokens (``"block"``).
-        block_shape: Only with ``scale="block"``. Largest extents of a block, a single int or an int per token
-            dimension. All blocks of a dimension except the last have ``ceil(extent / blocks)`` tokens. ``None`` uses
-            blocks of at most 128 tokens.
-        subtract_mean: Subtract the mean over a head's tokens. Subtracting it from the keys does not change the softmax,
-            only the logsumexp; to correct the logsumexp of a query, add ``scale * sum(query * mean)``.
-        rotate: Multiply the heads by an orthogonal Hadamard matrix, which spreads outliers of a single feature over all
-            features. If both query and key are rotated, their products do not change. ``head_dim`` must be a power of
-            two.
+        dtype: The 8-bit type: ``"e4m3"`` (3 mantissa bits, numbers up to 448), ``"e5m2"`` (2 mantissa bits, numbers up
+            to 57,344), or JAX's name of one of the two types.
+        scale: Granularity: one scale for the whole array (``"tensor"``), one per batch entry and head (``"head"``), or
+            one per batch entry, head and block of tokens (``"block"``).
+        block_shape: Only with ``scale="block"``. Largest extents of a block: a single int, or an int per token
+            dimension. A dimension is divided into as few blocks as possible. If it has ``blocks`` blocks, all of them
+            except the last one have ``ceil(extent / blocks)`` tokens. ``None`` uses blocks of at most 128 tokens.
+        subtract_mean: Subtract from every token the mean over all tokens of the head. For keys, this changes the
+            logsumexp, but not the softmax. To correct the logsumexp of a query, add ``sum(query * mean)``, multiplied
+            by the operator's ``scale``.
+        rotate: Multiply every token of a head by an orthogonal Hadamard matrix. The matrix spreads an outlier in one
+            feature over all features. If query and key are both rotated, their dot products do not change.
+            ``head_dim`` must be a power of two.
 
     Returns:
-        The array, its scale ``[]``, ``[batch, heads]`` or ``[batch, *blocks, heads]``, and the mean. The scale of
-        elements that are all zero is 1. Elements that share a scale with an infinite number dequantize to NaN; NaN
-        stays NaN.
+        The array, its scale ``[]``, ``[batch, heads]`` or ``[batch, *blocks, heads]``, and the mean. If all elements
+        that share a scale are zero, the scale is 1. If one of them is infinite or NaN, all of them dequantize to NaN.
 
     Raises:
         ValueError: A value, shape or element type breaks a rule above.
@@ -125,7 +125,7 @@ def quantize(
 
 
 def quantized_heads(arrays: Sequence[jax.Array], element_type: str) -> tuple[list[jax.Array], jax.Array]:
-    """Quantize arrays that share a scale per batch entry and head; return them and the scales ``[batch, heads]``."""
+    """Quantize arrays with common scales, one per batch entry and head. Return the arrays and the scales."""
     sizes = [jnp.max(jnp.abs(each), axis=(*range(1, each.ndim - 2), each.ndim - 1), keepdims=True) for each in arrays]
     batch, *_, heads, _ = arrays[0].shape
     factors = _factors_of(functools.reduce(jnp.maximum, (_with_rank(each, 1) for each in sizes)), element_type)
@@ -134,17 +134,17 @@ def quantized_heads(arrays: Sequence[jax.Array], element_type: str) -> tuple[lis
 
 
 def mean_of_tokens(array: jax.Array) -> jax.Array:
-    """Compute the mean over a head's tokens, ``[batch, 1, ..., heads, head_dim]``."""
+    """Compute the mean over the tokens of each head, as ``[batch, 1, ..., heads, head_dim]``."""
     return jnp.mean(array, axis=range(1, array.ndim - 2), keepdims=True)
 
 
 def _with_rank(array: jax.Array, rank: int) -> jax.Array:
-    """Reshape to ``[batch, 1, ..., heads, width]`` with ``rank`` dimensions of extent 1."""
+    """Reshape an array to ``[batch, 1, ..., heads, width]`` with ``rank`` dimensions of extent 1."""
     return array.reshape(array.shape[0], *(1,) * rank, *array.shape[-2:])
 
 
 def _factors_of(largest: jax.Array, element_type: str) -> jax.Array:
-    """Compute scales for elements with these largest magnitudes."""
+    """Compute scales from the largest magnitude of the elements that share a scale."""
     most = float(jnp.finfo(element_type).max)
     # Smallest scale whose product with every nonzero 8-bit number is a normal float32 number.
     least = float(np.finfo(np.float32).tiny) / float(jnp.finfo(element_type).smallest_subnormal)
@@ -184,16 +184,17 @@ def rotated(array: jax.Array) -> jax.Array:
     matrix = np.ones((1, 1), np.float32)
     while matrix.shape[0] < width:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    # The elements of the matrix are 1 and -1, so that only the float32 sums round. The product is scaled afterwards.
+    # The elements of this matrix are 1 and -1. Products with them are exact; only the float32 sums are rounded. The
+    # factor that makes the matrix orthogonal is applied afterwards.
     product = jnp.matmul(array, matrix, precision=jax.lax.Precision.HIGHEST)
     return product * np.float32(width**-0.5)
 
 
 def factors_per_token(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Expand scales of blocks, ``[batch, *blocks, heads]``, to tokens, ``[batch, *layout, heads, 1]``.
+    """Expand scales per block, ``[batch, *blocks, heads]``, to scales per token, ``[batch, *layout, heads, 1]``.
 
     Args:
-        factors: The scales.
+        factors: The scales per block.
         shape: The shape of the array that was quantized.
     """
     factors = replicated(factors)  # shards and blocks may have different boundaries
@@ -224,14 +225,16 @@ OUTPUT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Float8Arguments(NamedTuple):
-    """Arguments of the operators for 8-bit arrays.
+    """The arguments of the operators about 8-bit arrays.
 
     Attributes:
-        query_scale: Factors of the query: a number, or ``[batch, heads]`` or ``[batch, heads_kv]``.
-        key_scale: Factors of the key: a number, ``[batch, heads_kv]`` or ``[batch, *blocks, heads_kv]``.
-        value_scale: Factors of the value, with the shapes of ``key_scale``.
+        query_scale: Factors that the query is multiplied by: a number, or an array with the shape ``[]``,
+            ``[batch, heads]`` or ``[batch, heads_kv]``.
+        key_scale: Factors that the key is multiplied by: a number, or an array with the shape ``[]``,
+            ``[batch, heads_kv]`` or ``[batch, *blocks, heads_kv]``.
+        value_scale: Factors that the value is multiplied by, with the shapes of ``key_scale``.
         out_dtype: Element type of the output.
-        fp8: Element type to which the call quantizes wider arrays.
+        fp8: 8-bit type to which the call quantizes query, key and value of a wider type.
     """
 
     query_scale: Factor | None = None
@@ -245,7 +248,7 @@ NOTHING = Float8Arguments()
 
 
 class _Factors(NamedTuple):
-    """Scales of the arrays, ``[batch, heads]`` or per block ``[batch, *blocks, heads_kv]``; ``None`` means 1."""
+    """Scales of query, key and value, per head or per block of tokens. ``None`` means a scale of 1."""
 
     query: jax.Array | None
     key: jax.Array | None
@@ -255,17 +258,19 @@ class _Factors(NamedTuple):
 def float8_operands(
     problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: TokenOffsets, grid: UpsampledGrid | None = None
 ) -> tuple[Problem, Inputs, Callable[[Output], Output] | None]:
-    """Return the problem and the arrays for the backends, and a function that completes their output.
+    """Return the problem and the arrays to pass to the backends, and a function to apply to the output of a backend.
 
-    The query's scale, and a scale shared by all keys of a head, are multiplied into the scale of the logits. A scale
-    shared by all values of a head is multiplied into the output. Scales of blocks are passed to the backends.
+    The function is ``None`` if the arrays are not 8-bit and the call does not quantize them.
+
+    Scales of queries and of keys that are given per head are multiplied into the factor of the logits. Scales of values
+    that are given per head are multiplied into the output. Scales per block are passed to the backends.
 
     Args:
         problem: The problem.
         inputs: The arrays.
         arguments: The 8-bit arguments of the call.
-        place: Positions of the queries, and padding.
-        grid: The grid of the queries, if it is finer than the keys' grid and the queries are folded into heads.
+        place: Offsets of the queries, and extents without padding.
+        grid: The grid of the queries if ``upsample`` was given: the queries are folded into heads. Otherwise ``None``.
 
     Raises:
         ValueError: A shape, value or element type is wrong, or an argument does not apply to arrays of this type.
@@ -312,13 +317,17 @@ def float8_operands(
 def _quantized(
     problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: TokenOffsets
 ) -> tuple[Problem, Inputs, _Factors, jax.Array]:
-    """Return the problem of quantized arrays, these arrays, their scales, and the correction of the logsumexp.
+    """Quantize the arrays of a call.
 
-    The mean of the keys is subtracted, which shifts all logits of a query by the same number, because logits are linear
-    in the products. Query and key are rotated if ``head_dim`` is a power of two.
+    The mean over all keys of a head is subtracted from each key. This shifts all logits of a query by the same number,
+    which changes the logsumexp but not the softmax. Query and key are rotated if ``head_dim`` is a power of two.
+
+    Returns:
+        The problem with the 8-bit type, the quantized arrays, their scales, and the number to add to the logsumexp of
+        each query.
 
     Raises:
-        ValueError: The arrays have 8 bits already, or a dtype that is not supported, or scales were given.
+        ValueError: The arrays are already 8-bit, their dtype is not supported, or scales were given.
     """
     dtype = float8_name("fp8", str(arguments.fp8))
     if problem.dtype not in OUTPUT_DTYPES:
@@ -366,7 +375,11 @@ def _checked(inputs: Inputs, arguments: Float8Arguments, grid: UpsampledGrid | N
 def _factors(
     name: str, argument: Any, shapes: Mapping[str, tuple[int, ...]], layout: Sequence[int] = ()
 ) -> jax.Array | None:
-    """Check scales, and return them in one of ``shapes`` or per block; expand a number to the last of ``shapes``."""
+    """Check the scales of an array, and return them as a float32 array.
+
+    The shape of the result is in ``shapes``, or the result has a scale per block of ``layout``. A number is broadcast
+    to the last shape in ``shapes``.
+    """
     argument = array_of(argument)
     if argument is None:
         return None
@@ -401,12 +414,12 @@ def _factors(
 
 
 def _per_query_head(factors: jax.Array, heads: int) -> jax.Array:
-    """Repeat ``[batch, heads_kv, ...]`` to a scale per query head. Query heads that share a key head get its scale."""
+    """Repeat scales ``[batch, heads_kv, ...]``: each query head gets the scale of the key head that it uses."""
     return jnp.repeat(replicated(factors), heads // factors.shape[1], axis=1)
 
 
 def _per_query(per_head: jax.Array, array: jax.Array) -> jax.Array:
-    """Reshape ``[batch, heads]`` or ``[batch, heads, head_dim]`` to broadcast with an array in the query's layout."""
+    """Reshape ``[batch, heads]`` or ``[batch, heads, head_dim]`` so that it broadcasts with an array of queries."""
     width = per_head.shape[-1] if per_head.ndim == 3 else 1
     return split_like(per_head.reshape(array.shape[0], *(1,) * (array.ndim - 3), -1, width), array)
 
@@ -434,13 +447,15 @@ Call = Callable[[Any, Float8Arguments], Any]
 
 
 def straight_through(call: Call, operands: Any, arguments: Float8Arguments, return_lse: bool) -> Any:
-    """Run a call that quantizes its arrays, with the gradients of the call without quantization (straight-through).
+    """Run a call that quantizes its arrays, with straight-through gradients.
+
+    The forward pass runs the call with quantization. The backward pass differentiates the call without quantization.
 
     Args:
-        call: Function that returns the output and the logsumexp for operands and 8-bit arguments.
-        operands: A tree of arrays and other leaves.
-        arguments: The 8-bit arguments of the forward pass; the backward pass differentiates a call without them.
-        return_lse: Return the logsumexp with the output.
+        call: Function of ``(operands, arguments)`` that returns the output and the logsumexp.
+        operands: A pytree of arrays and other objects.
+        arguments: The 8-bit arguments of the forward pass. The backward pass omits all of them.
+        return_lse: Return the output and the logsumexp, instead of only the output.
     """
     leaves, structure = jax.tree.flatten(operands)
     leaves = [array_of(leaf) for leaf in leaves]
@@ -460,7 +475,7 @@ def straight_through(call: Call, operands: Any, arguments: Float8Arguments, retu
     def backward(arrays: dict[int, Any], cotangents: Any) -> Any:
         floats = {i: array for i, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
         outputs, transpose = jax.vjp(lambda floats: run({**arrays, **floats}, NOTHING), floats)
-        # Explicit mesh axes may shard the outputs of the unquantized call differently.
+        # With explicit mesh axes, the outputs of this unquantized call can have another sharding than the cotangents.
         (gradients,) = transpose(jax.tree.map(split_like, cotangents, outputs))
         return ({i: gradients.get(i) for i in arrays},)
 

@@ -1,4 +1,4 @@
-"""Merging of attention outputs over disjoint sets of keys."""
+"""Merge attention outputs that were computed over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from natten_jax.ops.canonicalize import check_array
 def merge_attentions(
     outputs: Sequence[jax.Array], lse_tensors: Sequence[jax.Array], **natten_arguments: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge attention over disjoint sets of keys into attention over their union.
+    """Merge the outputs of attention over disjoint sets of keys into the output of attention over all keys.
 
     Plain JAX. The gradients, including those through the logsumexp, equal the gradients of attention over the
     concatenated keys.
@@ -35,17 +35,19 @@ def merge_attentions(
         True
 
     Args:
-        outputs: Two or more outputs ``[..., heads, head_dim_v]`` of equal shapes, for example in a list.
-        lse_tensors: The logsumexp ``[..., heads]`` of each output.
+        outputs: Sequence of two or more outputs ``[..., heads, head_dim_v]``, which have equal shapes. One output per
+            set of keys.
+        lse_tensors: Sequence of the logsumexps ``[..., heads]``, one per output.
         **natten_arguments: NATTEN's ``torch_compile`` and ``use_autograd_fix=True``. They have no effect: every merge
             is compiled, and its gradient is correct.
 
     Returns:
-        The merged output in the first output's dtype, and its logsumexp. A query for which every part is empty
-        (logsumexp ``-inf``) gets an output of 0 and a logsumexp of ``-inf``.
+        The merged output in the first output's dtype, and its logsumexp. If all logsumexps of a query are ``-inf``,
+        because it sees no key in any set, the query gets an output of 0 and a logsumexp of ``-inf``.
 
     Raises:
-        ValueError: Fewer than two parts, shapes that disagree, or element types that are not supported floats.
+        ValueError: There are fewer than two outputs, the shapes do not match, or an element type is not a supported
+            float.
         TypeError: An argument is not a sequence of arrays.
     """
     without_neutral("merge_attentions", natten_arguments, NEUTRAL_MERGE_ARGUMENTS)
@@ -96,7 +98,8 @@ def _kind(argument: Any) -> str:
 @jax.jit
 def _merge(outputs: tuple[jax.Array, ...], lse_tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     accumulator = ELEMENT_TYPES[outputs[0].dtype.name].accumulator
-    # If a mesh shards the axis that jax.vmap maps, jnp.stack fails for mapped and unmapped arrays.
+    # Concatenate instead of jnp.stack, which fails for a mix of mapped and unmapped arrays if a mesh shards the axis
+    # that jax.vmap maps.
     lses = jnp.concatenate([lse.astype(accumulator)[None] for lse in lse_tensors])
     highest = jax.lax.stop_gradient(jnp.max(lses, axis=0))
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)

@@ -18,7 +18,7 @@ from natten_jax.ops.float8 import Factor, Float8Arguments
 from natten_jax.performance import PerformanceArguments
 from natten_jax.windows import Edges, WindowArguments
 
-#: Output and logsumexp.
+#: Result of an operator with ``return_lse=True``: the output and the logsumexp.
 Pair = tuple[jax.Array, jax.Array]
 
 
@@ -99,7 +99,10 @@ class NeighborhoodAttention(Protocol):
 
 
 def _operator(function: Callable[..., Any]) -> NeighborhoodAttention:
-    """Report unknown keyword arguments before Python reports missing ones, and type the result by ``return_lse``."""
+    """Decorate an operator so that unknown keyword arguments are reported before missing arguments.
+
+    The overloads of the operator's static type determine the type of the result from ``return_lse``.
+    """
     return cast(NeighborhoodAttention, reject_unknown_kwargs(PerformanceArguments.__annotations__)(function))
 
 
@@ -138,25 +141,28 @@ def na2d(
 ) -> jax.Array | Pair:
     """Neighborhood attention over an image.
 
-    Each query attends to the keys in a window of ``kernel_size`` tokens around it. At the edges the window is shifted
-    by default (``edges``). ``stride`` queries share one window, ``dilation`` spreads the window, and ``is_causal``
-    hides later keys. :mod:`natten_jax.windows` has the exact definition. Arguments per dimension take 2 values, or a
-    single one; sequences may be NumPy arrays, or JAX arrays that are not traced.
+    Each query attends to the keys in a window of ``kernel_size`` tokens around the query. By default, a window that
+    extends beyond an end of the layout is shifted back inside (``edges``). ``stride`` queries share one window,
+    ``dilation`` increases the distance between the tokens of a window, and ``is_causal`` masks out the keys after the
+    query. :mod:`natten_jax.windows` defines the windows exactly.
 
-    Arguments by subject, with guides:
+    An argument per dimension takes 2 values, or a single one. The values can also be given as a NumPy array, or as a
+    JAX array that is not traced.
+
+    Arguments by subject, and the guide to each subject:
 
     - windows (:doc:`/windows`): ``kernel_size``, ``stride``, ``dilation``, ``is_causal``, ``edges``, ``clamp_window``;
     - layout (:doc:`/boxes`): ``query_origin``, ``extents``, ``upsample``;
-    - logits (:doc:`/biases`): ``scale``, ``relative_bias``, ``key_bias``, ``sinks``; and more keys:
-      ``additional_keys``, ``additional_values``;
-    - result (:doc:`/numerics`): ``return_lse``; 8-bit arrays (:doc:`/fp8`): ``out_dtype``, ``fp8``, ``query_scale``,
-      ``key_scale``, ``value_scale``;
+    - logits (:doc:`/biases`): ``scale``, ``relative_bias``, ``key_bias``, ``sinks``;
+    - keys in addition to the window (:doc:`/windows`): ``additional_keys``, ``additional_values``;
+    - result (:doc:`/numerics`): ``return_lse``;
+    - 8-bit arrays (:doc:`/fp8`): ``out_dtype``, ``fp8``, ``query_scale``, ``key_scale``, ``value_scale``;
     - devices (:doc:`/scaling`): ``token_axes``;
     - speed (:doc:`/performance`, :doc:`/backends`): ``backend``, ``attention_kwargs``, ``try_fuse_additional_kv`` and
       ``performance``.
 
     Example:
-        A 3 x 5 window around every pixel, which contains every second pixel.
+        Every pixel attends to a window of 3 x 5 pixels, which are 2 pixels apart.
 
         >>> import jax.numpy as jnp
         >>> from natten_jax import na2d
@@ -165,69 +171,79 @@ def na2d(
         (1, 8, 12, 4, 16)
 
     Args:
-        query: ``[batch, height, width, heads, head_dim]``, float16, bfloat16, float32 or float64;
-            or, without gradients, float8_e4m3fn or float8_e5m2.
+        query: ``[batch, height, width, heads, head_dim]``. float16, bfloat16, float32 or float64. Also float8_e4m3fn
+            or float8_e5m2, which have no gradients.
         key: ``[batch, height, width, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
         value: ``[batch, height, width, heads_kv, head_dim_v]``.
-        kernel_size: Window extent in tokens; -1 is the whole extent (with dilation, the largest window that fits).
-        stride: Queries that share a window; at most ``kernel_size``.
-        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
-        clamp_window: Replace windows larger than the layout by the largest that fit, instead of raising
-            (:func:`natten_jax.windows.fitted`); ``stride`` shrinks with them.
-        query_origin: Offset of the queries in the layout of the keys; the queries may then be a smaller box. An
-            int for each token dimension, or an int32 array ``[rank]`` or ``[batch, rank]``. It may be traced, so
-            that one program serves all offsets. Traced values are clamped into range as by
-            :func:`jax.lax.dynamic_slice`; concrete values must be in range.
-        extents: int32 ``[batch, rank]``. Number of real tokens per dimension of the layout; the padding comes after
-            them. Traced values are clamped into range; concrete values must be in range. Windows are the largest that
-            fit a layout of these extents. Padding gets an output of 0, a logsumexp of ``-inf`` and gradients of 0,
-            whatever its values are.
-        upsample: Queries per key along each token dimension. Query ``i`` has the window of key
-            ``i // upsample``, and the layout of the queries is this multiple of the layout of the keys.
-        scale: Factor of the logits. ``None`` is ``head_dim ** -0.5``. A number must be finite, and so must its product
-            with ``log2(e)`` in float32 (for float64 inputs only the number itself, in float64). An array, without
-            dimensions or ``[heads]``, can be learned: kernels read it in float32, and traced values that would be
-            invalid as a number give NaN. A concrete array without dimensions is treated as a number.
-        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype. If a key lies ``offset``
-            neighbors (steps of the dilation) after the query, entry ``offset + kernel_size - 1`` is added to the
-            scaled logit, with an index per dimension. Logits of additional keys are not changed.
-        key_bias: ``[batch, height, width]`` or ``[batch, heads, height, width]``, in a floating point dtype: added to
-            every scaled logit of a key. ``-inf``, and any number up to ``0.5 * finfo(dtype).min``, hides the key. A
-            bool array hides the keys at ``False``. A query without visible keys gets an output of 0, a logsumexp of
-            ``-inf`` and gradients of 0.
-        sinks: ``[heads]``, in a floating point dtype: per query head, an extra logit in the softmax denominator,
-            without a value.
-        additional_keys: ``[batch, n, heads_kv, head_dim]``, tokens that every query sees.
-        additional_values: ``[batch, n, heads_kv, head_dim_v]``.
+        kernel_size: Tokens in a window, per dimension. -1 is the extent of the layout or, with dilation, the largest
+            window that fits.
+        stride: Number of queries that share one window; at most ``kernel_size``.
+        dilation: Distance between neighboring tokens of a window. ``kernel_size * dilation`` must not exceed the extent
+            of the layout.
+        is_causal: Mask out the keys after the query.
+        edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
+            ``dilation`` must divide the extent.
+        clamp_window: Reduce a window that does not fit the layout to the largest window that fits, instead of raising
+            an error (:func:`natten_jax.windows.fitted`). A stride that exceeds the reduced window is also reduced.
+        query_origin: Coordinates of the first query in the layout of the keys. The layout of the queries can then be
+            smaller than the layout of the keys. An int per token dimension, or an int32 array ``[rank]`` or
+            ``[batch, rank]``. With a traced array, one compiled program serves all origins. Traced values are clamped
+            into range as by :func:`jax.lax.dynamic_slice`; concrete values must be in range.
+        extents: int32 ``[batch, rank]``. Number of valid tokens in each dimension of the layout. The tokens after them
+            are padding. Traced values are clamped into range; concrete values must be in range. If a window does not
+            fit the extents of a batch entry, it is reduced to the largest window that fits. Padding gets an output of
+            0, a logsumexp of ``-inf`` and gradients of 0, whatever its elements contain.
+        upsample: Number of queries per key along each token dimension. The extents of the queries are ``upsample``
+            times the extents of the keys. Query ``i`` has the window of key ``i // upsample``.
+        scale: Factor of the logits: a number, or an array with the shape ``[]`` or ``[heads]``. ``None`` is
+            ``head_dim ** -0.5``. A number must be finite, and its product with ``log2(e)`` must be finite in float32.
+            For float64 inputs, only the number itself must be finite. An array can be learned. Kernels read it
+            in float32 (in float64 for float64 inputs). Traced values give NaN if they would be invalid as numbers. A
+            concrete array without dimensions is treated as a number.
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]`` with one dimension per token dimension after the heads, in
+            a floating point dtype. Bias of each offset of a key from a query, where one step of an offset is
+            ``dilation`` tokens. The bias with the index ``offset + kernel_size - 1`` in each dimension is added to the
+            scaled logit. Logits of additional keys do not get a bias.
+        key_bias: ``[batch, height, width]`` or ``[batch, heads, height, width]``, in a floating point dtype. The bias
+            of a key is added to all scaled logits of the key. A bias of ``0.5 * finfo(dtype).min`` or less, such as
+            ``-inf``, masks the key out. A bool array masks out the keys at ``False``. A query whose keys are all masked
+            out gets an output of 0, a logsumexp of ``-inf`` and gradients of 0.
+        sinks: ``[heads]``, in a floating point dtype. One extra logit per query head. Its exponential is added only to
+            the softmax denominator: there is no value for it.
+        additional_keys: ``[batch, n, heads_kv, head_dim]``. Keys that every query attends to, in addition to the keys
+            in its window.
+        additional_values: ``[batch, n, heads_kv, head_dim_v]``. Values of the additional keys.
         return_lse: Also return the logsumexp.
-        query_scale: Factors of an 8-bit query: a positive number, or a float32 array without
-            dimensions, ``[batch, heads]`` or ``[batch, heads_kv]``.
-        key_scale: Factors of the key: a number, or an array without dimensions, ``[batch, heads_kv]``, or
-            ``[batch, *blocks, heads_kv]`` with a factor per block of tokens. All blocks of a dimension except the last
-            have ``ceil(extent / blocks)`` tokens.
-        value_scale: Factors of the value, with the shapes of ``key_scale``.
-        out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"`` (the default),
-            ``"float16"`` or ``"float32"``.
-        fp8: ``"e4m3"`` or ``"e5m2"``: quantize wider arrays in the call. Gradients are computed without quantization.
-        token_axes: Only inside ``jax.shard_map``. For each token dimension, the manual mesh axis that shards it, a
-            sequence of axes (slowest first), or ``None``. Devices then exchange halos of keys and values, and the
-            result equals attention over the whole layout.
+        query_scale: Factors that an 8-bit query is multiplied by: a positive number, or a float32 array with the shape
+            ``[]``, ``[batch, heads]`` or ``[batch, heads_kv]``.
+        key_scale: Factors that an 8-bit key is multiplied by: a positive number, or a float32 array with the shape
+            ``[]``, ``[batch, heads_kv]`` or ``[batch, *blocks, heads_kv]``. The last shape has a factor per block of
+            tokens. If a dimension has ``blocks`` blocks, all of them except the last one have
+            ``ceil(extent / blocks)`` tokens.
+        value_scale: Factors that an 8-bit value is multiplied by, with the shapes of ``key_scale``.
+        out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"`` (the default), ``"float16"`` or
+            ``"float32"``.
+        fp8: ``"e4m3"`` or ``"e5m2"``. 8-bit type to which the call quantizes query, key and value of a wider type.
+            Gradients are computed without quantization.
+        token_axes: Manual mesh axes that shard the token dimensions; only inside ``jax.shard_map``. One entry per token
+            dimension: an axis, a sequence of axes (slowest first), or ``None`` if the dimension is not sharded. Devices
+            exchange halos of keys and values, so that the result equals attention over the whole layout.
         backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best backend that can run the problem.
-        attention_kwargs: Performance arguments for the parts of the call that run :func:`attention`: windows as large
-            as the layout, and additional keys and values. They are checked even if no part of the call uses them.
-        try_fuse_additional_kv: Process additional tokens in the same kernel if the backend supports it, instead of
-            in a second attention whose result is merged. ``None`` fuses unless ``attention_kwargs`` are given for
-            the second attention: a single kernel was faster on every backend (``bench/``).
-        **performance: :class:`natten_jax.performance.PerformanceArguments`: tiles, schedules, memory,
-            determinism.
+        attention_kwargs: Performance arguments for :func:`attention`, which this operator calls for windows as large as
+            the layout, and for additional keys that are not fused. The arguments are checked even if the operator does
+            not call :func:`attention`.
+        try_fuse_additional_kv: If True, process additional keys in the kernel that processes the windows, if the
+            backend supports this. If False, process them in a second attention call, and merge both results. ``None``
+            is False if ``attention_kwargs`` has options for the second call. Otherwise it is True, because a single
+            kernel was faster on every backend (``bench/``).
+        **performance: Tiles, schedules, memory and determinism, as in
+            :class:`natten_jax.performance.PerformanceArguments`.
 
     Returns:
-        Output ``[batch, height, width, heads, head_dim_v]`` in the query's dtype; with ``return_lse`` also the
-        logsumexp of the scaled logits, including the sink, ``[batch, height, width, heads]``, natural logarithm,
-        float32 (float64 for float64 inputs).
+        Output ``[batch, height, width, heads, head_dim_v]`` in the query's dtype (``out_dtype`` for 8-bit queries).
+        With ``return_lse`` also the logsumexp ``[batch, height, width, heads]`` of the scaled logits and the sinks: the
+        natural logarithm, in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.
@@ -243,11 +259,13 @@ def na2d(
 
 
 def _documented_as_na2d(layout: str, values: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds the other sections of :func:`na2d` to a docstring of summary and example.
+    """Return a decorator that completes a docstring with the sections of the docstring of :func:`na2d`.
+
+    The docstring of the decorated function has only a summary and an example.
 
     Args:
-        layout: The token dimensions, in place of ``height, width``.
-        values: The number of values of an argument per dimension.
+        layout: Names of the token dimensions, which replace ``height, width``.
+        values: Number of values that an argument per dimension takes, in words.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,7 +318,7 @@ def na1d(
     """Neighborhood attention over a sequence.
 
     Example:
-        A causal window of 8 tokens.
+        Every token attends to itself and to at most 7 tokens before it.
 
         >>> import jax.numpy as jnp
         >>> from natten_jax import na1d
@@ -354,7 +372,7 @@ def na3d(
     """Neighborhood attention over a video or a volume.
 
     Example:
-        Windows that 2 x 2 x 2 queries share.
+        Groups of 2 x 2 x 2 queries share one window.
 
         >>> import jax.numpy as jnp
         >>> from natten_jax import na3d

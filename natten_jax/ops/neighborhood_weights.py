@@ -1,4 +1,4 @@
-"""Neighborhood attention in two steps, with the attention weights of every window as an array in between."""
+"""Neighborhood attention in two steps: compute the attention weights as an array, then apply them to the values."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def neighborhood_weights(
     relative_bias: ArrayLike | None = None,
     return_logits: bool = False,
 ) -> jax.Array:
-    """Return the attention weights of :func:`natten_jax.na1d`, ``na2d`` or ``na3d``, one for each key in a window.
+    """Return the attention weights of :func:`natten_jax.na1d`, ``na2d`` or ``na3d`` as an array.
 
-    Use it to change weights before they are applied to values (dropout, another normalization), or to inspect them.
-    It is plain JAX, differentiable, and slower than the fused operators, which do not store the weights. The weights
-    take ``prod(kernel_size)`` numbers for each query and head.
+    The array has one weight per query, head and key in the query's window. Use it to inspect the weights, or to change
+    them (dropout, another normalization) before :func:`neighborhood_apply` applies them to values. The function is
+    plain JAX and differentiable. It is slower than the fused operators, which do not store the weights.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,23 +55,24 @@ def neighborhood_weights(
     Args:
         query: ``[batch, *layout, heads, head_dim]`` with one, two or three token dimensions.
         key: ``[batch, *layout, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv``.
-        kernel_size: Window extent in tokens. All window arguments are a single value for all dimensions, or a value
-            per dimension.
-        stride: Queries that share a window.
+        kernel_size: Tokens in a window, per dimension. Each window argument is a single value for all dimensions, or a
+            value per dimension.
+        stride: Number of queries that share one window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
-        scale: Factor of the logits, a number or an array, without dimensions or ``[heads]``. ``None`` is
+        is_causal: Mask out the keys after the query.
+        edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
+            ``dilation`` must divide the extent.
+        scale: Factor of the logits: a number, or an array with the shape ``[]`` or ``[heads]``. ``None`` is
             ``head_dim ** -0.5``.
-        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype: added to the scaled
-            logits, as in the operators. Numbers up to ``0.5 * finfo(dtype).min`` hide keys.
-        return_logits: Return the logits instead of their softmax.
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype. It is added to the scaled
+            logits, as in the operators. A bias of ``0.5 * finfo(dtype).min`` or less masks the key out.
+        return_logits: Return the scaled logits, including the bias, instead of the weights.
 
     Returns:
-        ``[batch, *layout, heads, prod(kernel_size)]`` in the query's dtype; logits in float32 (float64 for float64
-        inputs). The last axis has the keys of a window in order, the last dimension fastest. Windows at the start of
-        causal dimensions, and windows that are cut, have fewer keys: the remaining entries have weight 0 and logit
+        ``[batch, *layout, heads, prod(kernel_size)]``. Weights have the query's dtype. Logits are float32 (float64 for
+        float64 inputs). The last axis contains the keys of a window in row-major order. In causal dimensions, and with
+        ``edges="cut"``, some windows have fewer keys. Their remaining entries have a weight of 0 and a logit of
         ``-inf``.
 
     Raises:
@@ -89,13 +90,13 @@ def neighborhood_weights(
     factor = jnp.asarray(problem.scale, accumulator)
     if factors is not None:
         factor = jnp.expand_dims(per_head(factors, 1, problem.heads, problem.dtype), range(1, rank + 1))
-        factor = jnp.where(jnp.isfinite(factor), factor, jnp.nan)  # otherwise an infinite scale would hide keys
+        factor = jnp.where(jnp.isfinite(factor), factor, jnp.nan)  # otherwise an infinite scale could mask keys out
     table = None if relative_bias is None else with_hidden_keys(checked_table(problem, relative_bias))
 
     def weights_of(query: jax.Array, key: jax.Array, factor: jax.Array, table: jax.Array | None) -> jax.Array:
         grouped = _grouped(query, problem.heads_kv).astype(accumulator)
 
-        @jax.checkpoint  # otherwise a copy of the keys would be saved for each window entry
+        @jax.checkpoint  # otherwise JAX saves a copy of the keys per window entry for gradients
         def logits_of(entry: _WindowEntries) -> jax.Array:
             keys = entry.take(key).astype(accumulator)
             products = jnp.sum(grouped * keys[..., None, :], axis=-1).reshape(query.shape[:-1])
@@ -109,7 +110,7 @@ def neighborhood_weights(
             return logits
         if table is None:
             return jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-        # If all keys of a query are hidden, its weights and their derivatives are zero.
+        # If all keys of a query are masked out, the query's weights and their derivatives are zero.
         is_unseen = jnp.all(jnp.isneginf(logits), axis=-1, keepdims=True)
         weights = jax.nn.softmax(jnp.where(is_unseen, 0, logits), axis=-1)
         return jnp.where(is_unseen, 0, weights).astype(query.dtype)
@@ -129,9 +130,9 @@ def neighborhood_apply(
     *,
     edges: Edges = "shift",
 ) -> jax.Array:
-    """Sum the values of each query's window with weights, for example the weights of :func:`neighborhood_weights`.
+    """Compute the weighted sum of the values in each query's window.
 
-    Plain JAX, differentiable.
+    The weights are for example those from :func:`neighborhood_weights`. The function is plain JAX and differentiable.
 
     Example:
         >>> import jax.numpy as jnp
@@ -141,16 +142,17 @@ def neighborhood_apply(
         (2, 32, 4, 16)
 
     Args:
-        weights: ``[batch, *layout, heads, prod(kernel_size)]``, any numbers. Entries without a key (see
-            :func:`neighborhood_weights`) are ignored.
+        weights: ``[batch, *layout, heads, prod(kernel_size)]``, in a floating point dtype. They need not sum to 1. If a
+            window has fewer than ``prod(kernel_size)`` keys, the remaining entries are ignored.
         value: ``[batch, *layout, heads_kv, head_dim_v]``; ``heads`` is a multiple of ``heads_kv``.
-        kernel_size: Window extent in tokens. All window arguments are a single value for all dimensions, or a value
-            per dimension.
-        stride: Queries that share a window.
+        kernel_size: Tokens in a window, per dimension. Each window argument is a single value for all dimensions, or a
+            value per dimension.
+        stride: Number of queries that share one window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end inside, ``"cut"`` drops its keys beyond the
-            end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
+        is_causal: Mask out the keys after the query.
+        edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
+            ``dilation`` must divide the extent.
 
     Returns:
         ``[batch, *layout, heads, head_dim_v]`` in the dtype of the values.
@@ -196,12 +198,14 @@ def neighborhood_apply(
 
 
 class _WindowEntries(NamedTuple):
-    """The ``n``-th entry of every query's window.
+    """The ``n``-th entry of every query's window, for one ``n``. It contains a key, unless the window has fewer keys.
+
+    Each attribute has one array per token dimension, with a number for each coordinate of a query.
 
     Attributes:
-        keys: Per dimension, int32 ``[extent]``. Coordinate of the key; of the window's first key if the entry is empty.
-        exist: Per dimension, bool ``[extent]``. True if the window has a key in this entry.
-        offsets: Per dimension, int32 ``[extent]``. Index of the key in a relative bias.
+        keys: int32 ``[extent]``. Coordinate of the key, or of the window's first key if the entry is empty.
+        exist: bool ``[extent]``. True if the entry contains a key.
+        offsets: int32 ``[extent]``. Index of the key's bias in a table of relative biases.
     """
 
     keys: tuple[jax.Array, ...]
@@ -209,15 +213,15 @@ class _WindowEntries(NamedTuple):
     offsets: tuple[jax.Array, ...]
 
     def bias(self, table: jax.Array) -> jax.Array:
-        """Take the keys' biases from a table ``[heads, 2 * kernel_size - 1, ...]``, as ``[1, *layout, heads]``."""
+        """Gather the biases of the keys from a table ``[heads, 2 * kernel_size - 1, ...]``: ``[1, *layout, heads]``."""
         return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)[None]
 
     def take(self, array: jax.Array) -> jax.Array:
-        """Take the elements at the keys from an array ``[batch, *layout, ...]``."""
+        """Gather the elements of an array ``[batch, *layout, ...]`` at the coordinates of the keys."""
         return array[(slice(None), *jnp.ix_(*self.keys))]
 
     def is_seen(self) -> jax.Array:
-        """Return the mask of existing keys, ``[1, *layout, 1]`` for all batch entries and heads."""
+        """Return a mask ``[1, *layout, 1]``: True for each query whose entry contains a key."""
         seen = jnp.array(True)
         for exists in self.exist:
             seen = seen[..., None] & jnp.expand_dims(exists, range(seen.ndim))
@@ -225,7 +229,7 @@ class _WindowEntries(NamedTuple):
 
 
 def _window_entries(axes: Sequence[Axis]) -> _WindowEntries:
-    """Stack all window entries along the first axis of the arrays, the last token dimension fastest."""
+    """Stack all window entries along a new first axis of the arrays, in row-major order."""
     keys, exist, offsets = zip(*map(_keys_of_windows, axes), strict=True)
     numbers = np.indices([axis.kernel_size for axis in axes]).reshape(len(axes), -1)
 
@@ -236,7 +240,7 @@ def _window_entries(axes: Sequence[Axis]) -> _WindowEntries:
 
 
 def _keys_of_windows(axis: Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the fields of a :class:`_WindowEntries` for one dimension, as arrays ``[extent, kernel_size]``."""
+    """Return the three fields of :class:`_WindowEntries` for one dimension, as arrays ``[extent, kernel_size]``."""
     index, group = np.divmod(np.arange(axis.query_extent), axis.dilation)
     lengths = axis.lengths(group)
     start, end = (bound[:, None] for bound in axis.bounds(index, lengths))
@@ -256,7 +260,7 @@ def _grouped(array: jax.Array, heads_kv: int) -> jax.Array:
 
 
 def _rank(name: str, array: jax.Array, shape: str) -> int:
-    """Return the number of token dimensions of an array, after checking its shape."""
+    """Check the shape of an array, and return its number of token dimensions."""
     if not 4 <= array.ndim <= 6 or 0 in array.shape[1:]:
         raise ValueError(
             f"{name} has shape {array.shape}, but {shape} has one, two or three token dimensions, and every extent "

@@ -1,4 +1,4 @@
-"""The attention calls that an operator call is split into: on windows, on the whole layout, on additional keys."""
+"""Split an operator call into one or two attention calls: over windows, the whole layout, or additional keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, flattened, of_additional_tokens
 from natten_jax.sharding.halos import exchange
 
-#: Arguments of ``attention`` that the operator call determines; ``attention_kwargs`` may only repeat their values.
+#: Arguments of ``attention`` whose values follow from the operator call. ``attention_kwargs`` can contain these
+#: arguments only with the values of the call.
 _CALL_ARGUMENTS = ("scale", "is_causal", "return_lse")
 
 
@@ -32,11 +33,11 @@ def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others:
     """Check ``attention_kwargs``, and return its performance arguments and ``backend`` with hashable values.
 
     Args:
-        attention_kwargs: The argument of neighborhood attention.
+        attention_kwargs: The operator's argument ``attention_kwargs``.
         others: Performance arguments of ``attention`` that ``attention_kwargs`` overrides.
 
     Raises:
-        ValueError: A value breaks a rule of ``attention``, even if this call does not use it.
+        ValueError: A value is not allowed in ``attention``. Values that this call does not use are also checked.
         TypeError: ``attention_kwargs`` is not a mapping, has an unknown key, or has a value of the wrong type.
     """
     if attention_kwargs is None:
@@ -74,13 +75,13 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
     """Check that ``attention_kwargs`` does not contradict the arguments of the call.
 
     Args:
-        attention_kwargs: The argument, checked.
-        problem: The problem of the call.
-        scale: The scale argument of the call.
-        return_lse: True if the call returns the logsumexp.
+        attention_kwargs: The operator's argument, whose values :func:`checked_attention_kwargs` has checked.
+        problem: The problem of the operator call.
+        scale: The ``scale`` argument of the operator call.
+        return_lse: True if the operator call returns the logsumexp.
 
     Raises:
-        ValueError: ``scale``, ``is_causal`` or ``return_lse`` differs.
+        ValueError: ``scale``, ``is_causal`` or ``return_lse`` differs between ``attention_kwargs`` and the call.
     """
     own = attention_kwargs.get("scale")
     if own is not None and not _is_same(own, problem.scale if scale is None else scale):
@@ -100,7 +101,7 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
 
 
 def _is_same(own: Any, scale: Any) -> bool:
-    """Return True if two scales are known to be equal; traced values are not."""
+    """Return True if two scales are the same object, or are not traced and have equal values."""
     if own is scale:
         return True
     scales = array_of(own), array_of(scale)
@@ -111,19 +112,19 @@ def _is_same(own: Any, scale: Any) -> bool:
 
 
 class KeySubset(enum.Enum):
-    """The keys of a sub-call."""
+    """The set of keys that a sub-call attends to."""
 
-    WINDOWS = "windows"  # the tokens in the windows, and the additional tokens if one kernel supports both
-    WHOLE_LAYOUT = "whole layout"  # all tokens and all additional tokens, flattened
-    ADDITIONAL = "additional"  # only the additional tokens, flattened
+    WINDOWS = "windows"  # keys in the windows, and additional keys if they are fused
+    WHOLE_LAYOUT = "whole layout"  # all keys and all additional keys, flattened
+    ADDITIONAL = "additional"  # only the additional keys, for flattened queries
 
 
 class SubCall(NamedTuple):
-    """An attention call.
+    """One of the attention calls that an operator call is split into.
 
     Attributes:
-        kind: The keys of the call.
-        request: The request for the backends.
+        kind: The keys that the call attends to.
+        request: The request that is passed to the backends.
     """
 
     kind: KeySubset
@@ -136,9 +137,9 @@ def split_call(
     """Split an operator call into attention calls.
 
     Args:
-        request: The call.
-        attention_kwargs: The argument of the operator.
-        try_fuse_additional_kv: The argument of the operator.
+        request: The request of the operator call.
+        attention_kwargs: The operator's argument ``attention_kwargs``.
+        try_fuse_additional_kv: The operator's argument ``try_fuse_additional_kv``.
 
     Raises:
         ValueError: ``attention_kwargs`` breaks a rule of ``attention``, or ``backend`` is unknown.
@@ -152,7 +153,7 @@ def split_call(
     counterpart = backends.counterpart(request.backend)
     if attention_kwargs is None and not problem.additional_kv and not problem.is_attention:
         return (SubCall(KeySubset.WINDOWS, request),)
-    # Attention on the whole layout inherits the performance arguments of the call.
+    # If the call becomes attention over the whole layout, the call's performance arguments apply to this attention.
     inherited = request.performance.flattened() if problem.is_attention else {}
     own = checked_attention_kwargs(attention_kwargs, inherited)
     is_given = bool(own)
@@ -170,12 +171,14 @@ def split_call(
 
 
 def sub_call_operands(call: SubCall, inputs: Inputs, place: TokenOffsets) -> tuple[Request, Operands]:
-    """Return the request and the operands of a sub-call; if tokens are flattened, the request is without token axes.
+    """Return the request and the operands of a sub-call.
+
+    If the sub-call flattens the tokens, the returned request omits the token axes.
 
     Args:
         call: The sub-call.
-        inputs: The inputs of the operator call, with the keys and values of the layout and the additional tokens.
-        place: Positions of the queries, and padding.
+        inputs: The inputs of the operator call, including the additional keys and values.
+        place: Offsets of the queries, and extents without padding.
     """
     token_axes = call.request.token_axes
     if call.kind is KeySubset.WINDOWS:
@@ -190,7 +193,7 @@ def sub_call_operands(call: SubCall, inputs: Inputs, place: TokenOffsets) -> tup
     flat = _with_one_token_dimension(inputs)
     is_additional = call.kind is KeySubset.ADDITIONAL
     tokens = _only_additional_keys(flat, inputs) if is_additional else _with_additional_keys(flat, inputs)
-    # With token axes, the queries of this device are only a shard of the problem's layout.
+    # With token axes, this device has only a shard of the queries, so that the operands need the shard's origin.
     origins = exchange.flat_origins(inputs.query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(call.request, token_axes=())
     operands = Operands(tokens, origins)
@@ -205,14 +208,14 @@ def in_layout_of(query: jax.Array, output: Output) -> Output:
 
 
 def _only_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
-    """Return flattened queries with the additional tokens as keys, without the arrays of the layout's keys."""
+    """Replace the keys and values by the additional ones, and drop all other arrays that have a key dimension."""
     arrays: dict[str, Any] = dict.fromkeys(key_arrays(flat))
     arrays |= {"key": inputs.additional_keys, "value": inputs.additional_values}
     return flat._replace(**arrays)
 
 
 def _with_additional_keys(flat: Inputs, inputs: Inputs) -> Inputs:
-    """Append the additional tokens to the flattened keys and values, and zeros to other arrays of keys."""
+    """Append the additional keys and values. Pad other arrays that have a key dimension, such as biases, with zeros."""
     if inputs.additional_keys is None or inputs.additional_values is None:
         return flat
     additional = {"key": inputs.additional_keys, "value": inputs.additional_values}
