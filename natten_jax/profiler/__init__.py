@@ -1,16 +1,20 @@
 """Measure the operators on this machine: ``python -m natten_jax.profiler --help``.
 
-- ``options``: the problem, how to profile it, and the command line that describes both.
-- ``cli``: shared by the command line programs, such as messages and the exit status.
-- ``capture``: run programs under JAX's profiler, and read traces.
-- ``program``: compiled programs and their instructions; ``symbols``: names of launches.
-- ``measure``: compile the program that the options describe, and sum up its launches by name.
-- ``baselines``: self attention of other libraries; ``report``: tables and files.
-- ``predict``: list and simulate configurations; ``search``: find the fastest configuration, also for whole programs.
-- ``__main__``, ``trace``: the two programs.
+- ``options``: parses the command line, which describes a problem and how to profile it.
+- ``cli``: messages, progress and exit status of the command line programs.
+- ``capture``: runs programs under JAX's profiler, and reads launches from traces.
+- ``program``: reads instructions and plans from compiled programs.
+- ``symbols``: converts symbols and instructions to readable names.
+- ``measure``: compiles and runs the program that the options describe, and sums the times of launches with equal names.
+- ``baselines``: runs the self attention of other libraries.
+- ``report``: prints tables, and writes result files.
+- ``predict``: lists and simulates the configurations of a problem.
+- ``search``: finds the fastest configuration of a problem, or of every problem in a program.
+- ``__main__`` and ``trace``: the two command line programs. The first profiles an operator. The second summarizes a
+  trace that exists.
 
-This package calls the public operators, and reads plans from compiled programs. Only :mod:`natten_jax.doctor` imports
-it.
+This package calls the public operators, and reads plans from compiled programs. :mod:`natten_jax.doctor` imports it;
+:func:`natten_jax.tune` imports it when it is called.
 """
 
 from natten_jax.profiler.measure import Result, Row, compare, profile

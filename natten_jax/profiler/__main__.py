@@ -22,14 +22,15 @@ from natten_jax.profiler.measure import compare, profile
 from natten_jax.profiler.options import Options, parse, with_names_of_flags
 from natten_jax.profiler.search import Optimum, best_table, optimize, search_json
 
-#: Errors of the problem, the backend, the device or a file.
+#: Exceptions that end the program with a one-line message and exit status 1.
 _EXPECTED = (ValueError, MemoryError, OSError, CaptureError, NoDeviceError, jax.errors.JaxRuntimeError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status.
 
-    0: success. 1: the problem, the backend or the trace fails on this machine. 2: usage error. 130: Ctrl-C.
+    0: success. 1: the problem cannot run on the device, or the measurement or a file access failed. 2: usage error.
+    130: Ctrl-C.
     """
     options = parse(argv)
     with warnings.catch_warnings():
@@ -61,7 +62,7 @@ def _target_device(options: Options) -> Device:
 
 
 def _predict(options: Options, device: Device) -> int:
-    """List configurations or predict, without a measurement."""
+    """List the problem's configurations, or simulate the problem, without a measurement."""
     if options.dry_run:
         results, is_supported = predict.print_dry_run(options, device)
     else:
@@ -109,7 +110,7 @@ def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
 
 
 def _show_where_it_runs(options: Options, platform: Platform) -> None:
-    """Print a dry run for a device of a platform."""
+    """Print a dry run for one kind of device of the platform. The device need not be present."""
     capability = platform.compute_capability
     chip = next(iter(TPU_CHIPS)) if capability is None else None
     anywhere = dataclasses.replace(options, compute_capability=capability, device=chip)

@@ -1,4 +1,4 @@
-"""Baselines of the profiler: self attention over the flattened tokens, of JAX and of tokamax."""
+"""Baselines of the profiler: the self attention of JAX and of tokamax, over the flattened tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from natten_jax.cost_model.tiles import all_pairs
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 
-#: Names on the command line: implementations of JAX's attention, and tokamax's Pallas kernels (instead of JAX's own).
+#: Names of the baselines on the command line. The first two are implementations of ``jax.nn.dot_product_attention``.
+#: ``"pallas"`` runs Pallas kernels of the package tokamax.
 BASELINES = ("cudnn", "xla", "pallas")
 
 
@@ -20,14 +21,14 @@ def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -
 
     Args:
         name: Name of the baseline, from :data:`BASELINES`.
-        flag: The command line flag that named it.
-        problem: The self attention that it would compute.
+        flag: The command line flag that selected the baseline. Error messages name it.
+        problem: The self attention problem of the baseline.
         device: The device to run on.
         memory: Memory of the device in bytes.
 
     Raises:
         ValueError: The baseline cannot run; the message names an alternative.
-        MemoryError: The logits are larger than the memory.
+        MemoryError: The ``xla`` baseline's logits are larger than the memory.
     """
     if problem.element.is_float8:
         raise ValueError(f"the {name} baseline does not support 8-bit arrays: use {flag} {name} --dtype bf16")
@@ -36,7 +37,7 @@ def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -
         other = f"use {flag} xla{' --dtype bf16' * is_half}"
         raise ValueError(f"the {name} baseline needs an NVIDIA GPU, and this is {device}: {other}")
     if name == "xla" and device.platform == "cpu" and is_half:
-        # jax.nn.dot_product_attention sets a dot product algorithm that XLA supports on GPUs only.
+        # For fp16, jax.nn.dot_product_attention requests a dot product algorithm that XLA supports on GPUs only.
         raise ValueError("the xla baseline cannot run fp16 on the CPU: use --dtype bf16 or --dtype fp32")
     logits = 4 * problem.batch * problem.heads * all_pairs(problem)  # bytes; XLA stores the logits in float32
     if name == "xla" and logits > memory:
@@ -47,7 +48,7 @@ def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -
 
 
 def can_be_split(name: str, devices: int, split: str, heads_kv: int) -> bool:
-    """Return True if XLA can split a baseline over devices."""
+    """Return True if XLA can split the computation of a baseline over this number of devices."""
     if devices == 1 or name == "xla":
         return True
     return name == "cudnn" and (split == "batch" or (split == "heads" and heads_kv % devices == 0))

@@ -1,14 +1,16 @@
 """Run compiled programs under JAX's profiler, and read the launches of each iteration from the trace.
 
-Traces are read through :class:`jax.profiler.ProfileData`:
+:class:`jax.profiler.ProfileData` parses a trace into planes. A plane has lines, and a line has events:
 
-- NVIDIA GPUs have a plane ``/device:GPU:n`` with a line ``Stream #...`` per stream, whose events are kernels.
-- The CPU has one host plane, where XLA's runtime records every step ("thunk") of a program. The end of a step is a
-  separate event. The duration of the step's own event is too short if the step continues in other threads, and too
-  long if its thread was not scheduled while another thread continued the program.
-- TPUs have a plane ``/device:TPU:n`` with a line ``XLA Ops``, whose events are instructions, nested in the events of
-  loops, and a line ``XLA Modules`` with an event per run of a program. This follows the documentation, and was never
-  tried on a TPU.
+- An NVIDIA GPU has a plane ``/device:GPU:n`` with one line ``Stream #...`` per stream. The events of this line are
+  kernels.
+- The CPU has one host plane, where XLA's runtime records every step ("thunk") of a program. A second event marks the
+  step's end, and :func:`cpu_events` computes the duration from both events. The first event's own duration is too
+  short if the step continues in other threads. It is too long if the thread was not scheduled while another thread
+  continued the program.
+- A TPU has a plane ``/device:TPU:n``. Its line ``XLA Ops`` has one event per instruction; the event of a loop encloses
+  the events of the loop's instructions. Its line ``XLA Modules`` has one event per run of a program. This description
+  comes from the documentation: the code for TPUs was never tried on a TPU.
 """
 
 from __future__ import annotations
@@ -31,24 +33,27 @@ from jax.profiler import ProfileData, ProfileOptions
 from natten_jax.profiler.program import Program
 from natten_jax.profiler.symbols import kind_of_collective_instruction
 
-#: Maximum attempts to record a trace. A trace may be empty, for example while another profiler releases the GPU.
+#: Maximum number of attempts to record a trace. A trace can be empty, for example while another profiler releases the
+#: GPU.
 _ATTEMPTS = 5
 
-#: Name of a trace file, and of the folder of a run inside the folder that JAX's profiler writes to.
+#: Glob patterns. ``_TRACES`` matches trace files. ``_RUNS`` matches the folders of runs inside the folder that JAX's
+#: profiler was given; each folder has the trace files of one run.
 _TRACES, _RUNS = "*.xplane.pb", "plugins/profile/*"
 
-#: Prefixes of events that fill or copy memory.
+#: Prefixes of the names of GPU events that fill or copy memory, in lower case.
 _MEMORY = ("memset", "memcpy")
 
-#: Stats that contain the module, the program number and the run of an event.
+#: Names of an event's stats for :attr:`Event.module`, :attr:`Event.number` and :attr:`Event.run`, in this order.
 _MODULE_STATS = ("hlo_module", "program_id", "run_id")
 
-#: Patterns of an instruction, with or without its operands, and of a module with an optional program number.
+#: Patterns for the names of TPU events. ``_INSTRUCTION`` finds the name of an instruction before its operands.
+#: ``_MODULE`` finds the name of a program, and the program's number in parentheses if there is one.
 _INSTRUCTION, _MODULE = re.compile(r"^%?([\w.\-]+).*", re.DOTALL), re.compile(r"(.*?)(?:\((\d+)\))?$")
 
 
 class CaptureError(RuntimeError):
-    """A trace cannot be found, read or attributed to iterations."""
+    """A trace was not found, is not readable, or has events that cannot be attributed to iterations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +62,15 @@ class Event:
 
     Attributes:
         symbol: Symbol of a GPU kernel; the instruction's name on a CPU or TPU.
-        instruction: Name of the compiled program's instruction, or empty.
-        scope: Scope path in the traced function if the trace contains it, or empty.
-        start: Nanoseconds.
-        duration: Nanoseconds, without time that is attributed to other events.
+        instruction: Name of the instruction that made the launch, or empty if the trace does not contain the name.
+        scope: Scope path of the instruction in the traced function, or empty if the trace does not contain the path.
+        start: Time of the start, in nanoseconds.
+        duration: Device time, in nanoseconds. Time that is attributed to overlapping events is subtracted.
         device: Number of the device.
-        module: Name of the program, or ``None`` if the trace does not contain it.
-        number: Number of the program, or ``None``.
-        run: Run of the program, or ``None``.
+        module: Name of the program, or ``None`` if the trace does not contain the name.
+        number: Number of the program in the trace, or ``None``.
+        run: Identifier of the program's run, equal for all launches of the run. ``None`` if the trace does not contain
+            it, as on GPUs.
     """
 
     symbol: str
@@ -78,7 +84,7 @@ class Event:
     run: Any = None
 
 
-#: Device number -> for each iteration, the events of the program.
+#: Events of a program: device number -> one list of events per iteration.
 Devices = dict[int, list[list[Event]]]
 
 
@@ -87,8 +93,8 @@ class Launch:
     """A compiled program and a function that runs it.
 
     Attributes:
-        run: Run it once, without waiting for the results.
-        program: The program. In a capture, module names must differ.
+        run: Start one run of the program, and return the results without waiting for them.
+        program: The program. Programs in the same trace need different module names.
     """
 
     run: Callable[[], Any]
@@ -99,7 +105,7 @@ class Launch:
 
 
 def capture(run: Callable[[], Any], iterations: int, program: Program, platform: str) -> list[list[Event]]:
-    """Run :func:`capture_in_turns` for one program.
+    """Trace runs of one program, and return the events of each iteration on the device with the most device time.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
@@ -108,7 +114,9 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
 
 
 def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str) -> list[list[list[Event]]]:
-    """Run :func:`capture_by_device`, and return only the events of the device with the most device time.
+    """Trace alternating runs of programs, and return for each program the events of each iteration.
+
+    If a program runs on several devices, only the events of the device with the most device time are returned.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
@@ -119,14 +127,14 @@ def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str)
 def capture_by_device(
     launches: Sequence[Launch], iterations: int, platform: str, with_memory: bool = False, folder: Path | None = None
 ) -> list[Devices]:
-    """Return the events of every iteration of every launch. The launches alternate in one trace.
+    """Trace alternating runs of programs, and return for each program the events by device and iteration.
 
     Args:
-        launches: Programs to run.
-        iterations: Number of runs of each launch.
+        launches: Programs to run. An iteration runs each of them once, in this order.
+        iterations: Number of iterations.
         platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
-        with_memory: Include fills and copies of memory on GPUs.
-        folder: Folder that keeps the trace. Default: delete it.
+        with_memory: Include memory fills and copies on GPUs.
+        folder: Folder to which the trace is written. Default: a temporary folder, which is deleted.
 
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
@@ -143,9 +151,9 @@ def capture_by_device(
 
 
 def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> ProfileData:
-    """Run and trace the iterations. Wait for each one, so that iterations do not overlap."""
+    """Run and trace the iterations. Wait for the results of each run, so that runs do not overlap."""
     options = ProfileOptions()
-    options.python_tracer_level = 0  # it would slow down dispatch and fill the trace
+    options.python_tracer_level = 0  # events of Python calls would slow down dispatch and fill the trace
     options.host_tracer_level = 1
     options.enable_hlo_proto = folder is not None
     with tempfile.TemporaryDirectory() as temporary:
@@ -160,7 +168,10 @@ def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> 
 def _iterations_by_device(
     every: Sequence[Event], program: Program, is_only: bool, iterations: int, platform: str
 ) -> Devices:
-    """Return the events of a program by device and iteration. Events without a module belong to the only program."""
+    """Return the events of a program by device and iteration.
+
+    Events without a module are attributed to the program if it is the trace's only program (``is_only``).
+    """
     events = [each for each in every if (is_only if each.module is None else program.is_module(each.module))]
     if not events:
         raise CaptureError("it contains no operation of the program")
@@ -178,24 +189,26 @@ def _iterations_by_device(
 
 
 def traced_runs(path: Path) -> list[list[Path]]:
-    """Return the traces in a folder that JAX's profiler wrote to: a list of runs, the newest first, of files per host.
+    """Return the trace files of each run in a folder that JAX's profiler wrote to, the newest run first.
+
+    A run has one trace file per host.
 
     Args:
-        path: The folder, the folder of a run inside it, or a trace file.
+        path: The folder, the subfolder of one run, or a trace file.
 
     Raises:
         CaptureError: No trace was found.
     """
     if path.is_file():
         return [[path]]
-    found = [*path.glob(_TRACES), *path.glob(f"{_RUNS}/{_TRACES}")]  # not recursive: the folder may be large
+    found = [*path.glob(_TRACES), *path.glob(f"{_RUNS}/{_TRACES}")]  # not a recursive search: the folder may be large
     if not found:
         raise CaptureError(f"there is no trace ({_TRACES}) in {str(path)!r}, nor in the folders {_RUNS} in it")
     found.sort(key=lambda each: each.stat().st_mtime, reverse=True)
     return list(grouped(found, lambda each: each.parent).values())
 
 
-#: Descriptions of other files that JAX's profiler writes, by the suffix of their names.
+#: Files of JAX's profiler that are not traces: suffix of the name -> description.
 _OTHER_FILES = {
     ".json.gz": f"it is a copy of a trace for Perfetto, and the trace itself ({_TRACES}) is in the same folder",
     ".prof": "it is a profile of memory, for pprof",
@@ -203,7 +216,7 @@ _OTHER_FILES = {
 
 
 def read_trace(file: Path) -> tuple[ProfileData, bytes]:
-    """Return a trace, and the content of its file.
+    """Read a trace file. Return the parsed trace, and the bytes of the file.
 
     Raises:
         CaptureError: The file is not a trace.
@@ -220,9 +233,9 @@ def read_trace(file: Path) -> tuple[ProfileData, bytes]:
 
 
 def device_events(profile: ProfileData, platform: str, with_memory: bool = False) -> list[Event]:
-    """Return the launches on devices of a platform; ``with_memory`` includes fills and copies of memory on GPUs."""
+    """Return the launches on all devices of a platform. ``with_memory`` adds memory fills and copies on GPUs."""
     with warnings.catch_warnings():
-        # Python 3.12 and newer warn about the types that ProfileData defines.
+        # Python 3.12 and newer raise DeprecationWarning for the types that ProfileData defines.
         warnings.simplefilter("ignore", DeprecationWarning)
         if platform == "cpu":
             return cpu_events(profile)
@@ -230,28 +243,29 @@ def device_events(profile: ProfileData, platform: str, with_memory: bool = False
 
 
 def _device_planes(profile: ProfileData, kind: str) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the plane of each device of a kind, ``"GPU"`` or ``"TPU"``."""
+    """Yield the number and the plane of each device of one kind: ``"GPU"`` or ``"TPU"``."""
     for plane in profile.planes:
         if match := re.fullmatch(rf"/device:{kind}:(\d+)", plane.name):
             yield int(match[1]), plane
 
 
 def gpu_events(profile: ProfileData, with_memory: bool = False) -> list[Event]:
-    """Return the launches on GPUs; ``with_memory`` includes fills and copies of memory."""
+    """Return the launches on all GPUs. ``with_memory`` adds memory fills and copies."""
     events = []
     for device, plane in _device_planes(profile, "GPU"):
         for line in plane.lines:
             if not line.name.startswith("Stream"):
-                continue  # lines such as "XLA Ops" repeat the streams' events in other groupings
+                continue  # other lines, such as "XLA Ops", repeat the events of the streams
             done = 0.0
             for event in sorted(line.events, key=lambda each: each.start_ns):
                 stats = dict(event.stats)
                 instruction = str(stats.get("hlo_op") or "")
-                # A collective may copy memory from device to device.
+                # Memory copies of a collective are launches: they transfer data between devices.
                 is_kernel = not event.name.lower().startswith(_MEMORY) or kind_of_collective_instruction(instruction)
                 if event.duration_ns <= 0 or not (with_memory or is_kernel):
                     continue
-                # A kernel may start early and wait for the previous kernel of its stream: that kernel gets the overlap.
+                # A kernel may start before the previous kernel of its stream ends. The overlap counts as time of the
+                # previous kernel, for which the new kernel waits.
                 own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
                 scope, start = str(stats.get("name") or ""), event.start_ns
                 run = map(stats.get, _MODULE_STATS)
@@ -260,7 +274,7 @@ def gpu_events(profile: ProfileData, with_memory: bool = False) -> list[Event]:
 
 
 def cpu_events(profile: ProfileData) -> list[Event]:
-    """Return the steps of XLA's runtime on the CPU."""
+    """Return the launches on CPU devices: the steps that XLA's runtime recorded."""
     lines = (line for plane in profile.planes if plane.name.startswith("/host:CPU") for line in plane.lines)
     host = [(event, dict(event.stats)) for line in lines for event in line.events]
     ends = {stats.get("_c"): event.start_ns for event, stats in host if event.name.startswith("end: ")}
@@ -292,14 +306,14 @@ def tpu_events(profile: ProfileData) -> list[Event]:
     return events
 
 
-# Attribution of events to devices, iterations and time.
+# Attribution of events to devices and iterations, and of time to events.
 
 
 _Grouped = TypeVar("_Grouped")
 
 
 def grouped(items: Iterable[_Grouped], key: Callable[[_Grouped], Any]) -> dict[Any, list[_Grouped]]:
-    """Group items by a key, in order of its first appearance."""
+    """Group items by their key. Groups are in the order in which their keys first appear."""
     groups: dict[Any, list[_Grouped]] = collections.defaultdict(list)
     for item in items:
         groups[key(item)].append(item)
@@ -311,7 +325,7 @@ def by_device(events: Iterable[Event]) -> dict[int, list[Event]]:
 
 
 def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
-    """Return the number of the device with the most device time, by the median of its iterations."""
+    """Return the number of the device whose device time per iteration has the largest median."""
     times = {
         device: statistics.median(sum(event.duration for event in events) for events in iterations)
         for device, iterations in devices.items()
@@ -322,8 +336,9 @@ def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
 def split(events: Iterable[Event], iterations: int) -> list[list[Event]] | None:
     """Split the events of one device into iterations, or return ``None`` if that is ambiguous.
 
-    CPU and TPU events carry the number of their run. GPU events do not: they are sorted by time and cut into equal
-    parts, which must contain the same kernels.
+    CPU and TPU events carry the identifier of their run: each run is an iteration. GPU events carry none. They are
+    sorted by start and cut into ``iterations`` parts with equal numbers of events. The result is ambiguous unless every
+    part launches the same kernels equally often.
     """
     ordered = sorted(events, key=lambda event: event.start)
     runs = grouped(ordered, lambda event: event.run)
@@ -338,22 +353,23 @@ def split(events: Iterable[Event], iterations: int) -> list[list[Event]] | None:
 
 
 def without_overlap(events: Sequence[Event], is_container: Callable[[str], bool]) -> list[Event]:
-    """Return the events with durations that add up to the time in which any event ran.
+    """Return events with shorter durations, whose sum is the time in which at least one event ran.
 
-    Steps of a program overlap: loops and calls contain other steps, and on a CPU independent steps run in parallel on
-    the same cores. At every moment the running steps share the time equally. A container only gets the time in which
-    none of its steps runs.
+    Events of a program overlap for two reasons. The event of a loop or call (a container) encloses the events
+    of the instructions in it. On a CPU, independent instructions run in parallel on the same cores. Events that run at
+    the same time share that time equally, but containers get no share. If only containers run, the container that
+    started last gets the time.
 
     Args:
-        events: Events in order of their starts.
-        is_container: Function that returns True if an instruction contains other instructions.
+        events: Events of one device, in the order of their starts.
+        is_container: Function that returns True for the name of an instruction that contains other instructions.
     """
     timed = [(i, event) for i, event in enumerate(events) if event.duration > 0]
     starts = [(event.start, True, i) for i, event in timed]
     ends = [(event.start + event.duration, False, i) for i, event in timed]
     containers = [is_container(event.instruction) for event in events]
     durations = [0.0] * len(events)
-    running: dict[int, None] = {}  # in order of their starts
+    running: dict[int, None] = {}  # indices of events, in the order of their starts
     previous = 0.0
     for now, is_start, i in sorted(starts + ends):
         if now > previous and running:

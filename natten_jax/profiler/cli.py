@@ -1,4 +1,4 @@
-"""Shared by the command line programs: parser, checks of output files, messages, progress and exit status."""
+"""Parser, messages, progress bar and exit status of the command line programs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PROGRAM = "natten-jax-profiler"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, without the usage of all flags."""
+    """An argument parser that reports an error in one sentence, without a list of all flags."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message} (--help explains all options)\n")
 
 
-# Types of flags.
+# Parsers for the values of flags.
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -48,7 +48,7 @@ def boolean(text: str) -> bool:
 
 
 def print_warning(what: object) -> None:
-    """Print how the program deviates from its flags, as one line."""
+    """Print a warning on standard error, as one line."""
     print_message(f"warning: {' '.join(str(what).split())}")
 
 
@@ -60,9 +60,10 @@ def print_message(what: object) -> None:
 def run_program(
     program: str, run: Callable[[], int | None], expected: tuple[type[Exception], ...] = (NoDeviceError,)
 ) -> int:
-    """Call ``run`` and return the exit status of a program.
+    """Call ``run``, and return the exit status of the program.
 
-    1: an ``expected`` error. 130: Ctrl-C.
+    The status is the result of ``run``, where ``None`` means 0. It is 1 after an ``expected`` error, whose message is
+    printed, and 130 after Ctrl-C.
     """
     try:
         return run() or 0
@@ -71,16 +72,17 @@ def run_program(
         return 1
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
-        return 130  # as in shells: 128 plus the number of the signal
+        return 130  # as in shells: 128 plus the number of the signal SIGINT
 
 
-#: Show a description of the current steps, add steps, or count finished steps: ``(stage, *, more_steps, done)``.
+#: Function ``(stage, *, more_steps, done)`` that updates a progress bar. ``stage`` is the new description.
+#: ``more_steps`` is added to the total number of steps, and ``done`` to the number of finished steps.
 Update = Callable[..., None]
 
 
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Update]:
-    """Show a progress bar on standard error, if that is a terminal and rich is installed."""
+    """Show a progress bar if standard error is a terminal and rich is installed."""
     try:
         from rich.console import Console
         from rich.progress import Progress

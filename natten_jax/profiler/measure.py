@@ -1,4 +1,4 @@
-"""Compile the program that options describe, run it, and sum up its launches by name."""
+"""Compile the program that the options describe, run it, and sum the times of launches with equal names."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ class Workload:
 
     Attributes:
         options: Options of the program.
-        plans: Plans by ``"forward"``, ``"backward"``, ``"additional_kv_forward"``, ...; empty for baselines.
+        plans: Plan of each pass. The keys are ``"forward"`` and ``"backward"`` for the layout's tokens, and
+            ``"additional_kv_forward"`` and ``"additional_kv_backward"`` for additional tokens in a separate call. Empty
+            for baselines.
         device: Device that runs the program.
         compiled: The compiled program.
-        arguments: Its inputs.
-        program: Its instructions.
+        arguments: Inputs of the program.
+        program: Instructions of the program.
     """
 
     options: Options
@@ -55,11 +57,11 @@ class Workload:
     program: Program
 
     def run(self) -> Any:
-        """Run the program once, without waiting for the results."""
+        """Start one run of the program, and return the results without waiting for them."""
         return self.compiled(*self.arguments)
 
     def warm_up(self, steps: int) -> None:
-        """Run the program and wait for the results, ``steps`` times."""
+        """Run the program ``steps`` times, and wait for the results of each run."""
         for _ in range(steps):
             jax.block_until_ready(self.run())  # type: ignore[no-untyped-call]
 
@@ -75,8 +77,8 @@ def compile_workload(
 
     Args:
         options: Options of the program.
-        name: Name of the program. Programs of one capture need different names.
-        arguments: Inputs to reuse, of a problem with equal arrays. Default: make new inputs.
+        name: Name of the program. Programs in the same trace need different names.
+        arguments: Inputs to reuse, from another workload with equal arrays. Default: make new inputs.
 
     Raises:
         ValueError: The problem cannot run with these options.
@@ -88,14 +90,14 @@ def compile_workload(
         plans |= {prefix + pass_: resolve(call.request, device, pass_) for pass_ in options.passes}
     function = _function(options)
     function.__name__ = name
-    # Inputs of another problem may end with additional tokens that this one lacks.
+    # Reused inputs may end with additional keys and values, which a baseline does not have.
     arguments = make_inputs(options) if arguments is None else arguments[: len(input_shapes(options))]
     compiled = compile_for_trace(function, *arguments)
     return Workload(options, plans, device, compiled, arguments, Program.from_compiled(compiled))
 
 
 def _function(options: Options) -> Callable[..., Any]:
-    """Return the function to profile; its arguments are arrays with the shapes of :func:`input_shapes`."""
+    """Return the function to profile. Its arguments are arrays with the shapes that :func:`input_shapes` returns."""
 
     def forward(*arrays: jax.Array) -> Any:
         if options.is_baseline:
@@ -121,10 +123,10 @@ def _function(options: Options) -> Callable[..., Any]:
 
 
 def check_runs(options: Options, device: Device) -> None:
-    """Check the memory of the device, and what baselines require.
+    """Check that the arrays fit into the memory of the device, and that a baseline can run there.
 
     Raises:
-        ValueError: The baseline does not run.
+        ValueError: The baseline cannot run, or the options request more devices than are available.
         MemoryError: The problem is too large for the device.
     """
     check_fits(options)
@@ -135,7 +137,7 @@ def check_runs(options: Options, device: Device) -> None:
 
 
 def check_fits(options: Options) -> None:
-    """Check that the device has memory for inputs and results. XLA crashes on some sizes.
+    """Check that the device has memory for the inputs and results. XLA would crash on some arrays that do not fit.
 
     Raises:
         ValueError: The options request more devices than are available.
@@ -146,7 +148,7 @@ def check_fits(options: Options) -> None:
         shapes = [sharding_of(options, shape).shard_shape(shape) for shape in shapes]
     needed = sum(map(math.prod, shapes)) * options.problem.element.bytes
     if options.backprop:
-        needed *= 2  # the output's cotangent, and the gradient of every input
+        needed *= 2  # the backward pass adds the output's cotangent, and the gradient of every input
     available = memory(options)
     if needed > available:
         raise MemoryError(
@@ -156,7 +158,7 @@ def check_fits(options: Options) -> None:
 
 
 def memory(options: Options) -> int:
-    """Return the memory of each device in bytes. Devices of the host share its memory."""
+    """Return the memory per device in bytes. CPU devices have equal shares of the host's memory."""
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // options.devices
     return int((default_jax_device().memory_stats() or {}).get("bytes_limit", host_bytes))
 
@@ -165,7 +167,7 @@ def memory(options: Options) -> int:
 
 
 def shapes_of(problem: Problem) -> dict[str, Shape]:
-    """Return the shapes of the output's cotangent and of the operands of an operator, by name."""
+    """Return the shapes of an operator's output cotangent and operands, by name."""
     tokens, keys = (problem.batch, *problem.query_layout), (problem.batch, *problem.kv_layout)
     widths = {"key": problem.head_dim, "value": problem.head_dim_v}
     shapes = {"out_cotangent": (*tokens, problem.heads, problem.head_dim_v)}
@@ -178,12 +180,12 @@ def shapes_of(problem: Problem) -> dict[str, Shape]:
 
 
 def input_shapes(options: Options) -> list[Shape]:
-    """Return the shapes of (cotangent,) query, key, value, additional keys and values."""
+    """Return the shapes of the program's inputs: the output cotangent (with ``backprop``), and the operands."""
     return [*shapes_of(options.problem).values()][not options.backprop :]
 
 
 def make_inputs(options: Options) -> tuple[jax.Array, ...]:
-    """Return random normal arrays, sharded over the devices. Zeros would draw less power and run faster.
+    """Return random normal inputs, sharded over the devices. With zeros, kernels would draw less power and run faster.
 
     Raises:
         ValueError: The options request more devices than are available.
@@ -191,7 +193,7 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
     shapes, dtype = input_shapes(options), jnp.dtype(options.problem.dtype)
 
     def random(key: jax.Array, shape: Shape) -> Any:
-        # Made in shards: the whole array may exceed the memory of a device.
+        # Each device makes its own shard: the whole array may exceed the memory of one device.
         shards = None if options.devices == 1 else sharding_of(options, shape)
         return jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=shards)(key, shape, dtype)
 
@@ -204,8 +206,8 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
 def sharding_of(options: Options, shape: Shape) -> NamedSharding:
     """Return the sharding of an array ``[batch, ..., heads, head_dim]``.
 
-    Key/value heads are replicated if the devices cannot divide them. Additional tokens are replicated if tokens are
-    split.
+    If heads are split, keys and values are replicated unless the number of their heads is a multiple of the number of
+    devices. If tokens are split, additional keys and values are replicated.
 
     Raises:
         ValueError: The options request more devices than are available.
@@ -237,7 +239,7 @@ class Row:
     Attributes:
         name: The name.
         calls: Launches per iteration.
-        runtimes: Seconds of each iteration.
+        runtimes: Device time of the launches in each iteration, in seconds.
         symbols: Symbols of the kernels; on a CPU, names of the instructions.
     """
 
@@ -248,7 +250,7 @@ class Row:
 
     @property
     def runtime(self) -> float:
-        """Median over the iterations."""
+        """Median of ``runtimes``, in seconds."""
         return statistics.median(self.runtimes)
 
 
@@ -258,10 +260,10 @@ class Result:
 
     Attributes:
         options: Options of the measurement.
-        plans: Plans by ``"forward"``, ``"backward"``, ``"additional_kv_forward"``, ...; empty for baselines.
+        plans: Plan of each pass, as in :class:`Workload`.
         device: Kind of device.
-        rows: Launches by name on the busiest device, in the order of the report.
-        device_times: Number of the device -> device time of each iteration, in seconds.
+        rows: One row per name of launches on the busiest device, in the order of the report.
+        device_times: Device number -> device time of each iteration, in seconds.
         busiest: Number of the device with the most device time.
     """
 
@@ -274,19 +276,19 @@ class Result:
 
     @property
     def backends(self) -> dict[str, str]:
-        """Names of backends by the names of plans; for a baseline, its name by pass."""
+        """Name of the backend of each plan, with the keys of ``plans``. A baseline has its own name for each pass."""
         if self.options.is_baseline:
             return dict.fromkeys(self.options.passes, str(self.options.backend))
         return {name: str(plan.backend) for name, plan in self.plans.items()}
 
     @property
     def tiles(self) -> dict[Pass, TilePair]:
-        """Query and key/value tiles of the passes over the tokens; empty for baselines."""
+        """Query and key/value tile of each pass over the layout's tokens. Empty for baselines."""
         return {pass_: self.plans[pass_].tiles for pass_ in self.options.passes if pass_ in self.plans}
 
     @property
     def flops(self) -> dict[str, int]:
-        """Floating-point operations per iteration on all devices, without masked pairs, by pass."""
+        """Floating-point operations of each pass in one iteration, summed over devices. Masked pairs do not count."""
         return {pass_: flops(self.options.problem, pass_) for pass_ in self.options.passes}
 
     @property
@@ -295,42 +297,42 @@ class Result:
         return self.device_times[self.busiest]
 
     def calibration(self, pass_: Pass) -> Calibration | None:
-        """Return the time model of the kernel of a pass."""
+        """Return the time model of the backend that runs a pass. ``None`` means that the device was not calibrated."""
         return calibration_for(self.plans[pass_].backend.family, self.device.compute_capability)
 
     @property
     def median(self) -> float:
-        """Median device time of an iteration."""
+        """Median device time of an iteration on the busiest device, in seconds."""
         return statistics.median(self.totals)
 
     @property
     def tflops(self) -> float:
-        """10^12 floating-point operations per second, at the median iteration."""
+        """TFLOP/s: the operations of ``flops`` divided by ``median``."""
         return sum(self.flops.values()) / self.median / 1e12
 
     def speedup_over(self, baseline: Result) -> float:
-        """Return the median ratio of a baseline's time, measured in alternation, to this time."""
+        """Return the baseline's time divided by this result's time: the median over iterations, which alternated."""
         turns = zip(baseline.totals, self.totals, strict=True)
         return statistics.median(theirs / ours for theirs, ours in turns)
 
     def flop_bound_over(self, baseline: Result) -> float:
-        """Return the ratio of floating-point operations, an upper bound of the speedup."""
+        """Return the baseline's floating-point operations divided by this result's: the speedup at equal TFLOP/s."""
         return sum(baseline.flops.values()) / sum(self.flops.values())
 
 
 def profile(options: Options) -> Result:
-    """Measure on the default device.
+    """Measure the program that the options describe on the default device.
 
     Raises:
         ValueError: The problem cannot run with these options.
-        MemoryError: It is too large for the device.
+        MemoryError: The problem is too large for the device.
         natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
     return _profile([options])[0]
 
 
 def compare(options: Options, baseline: str) -> tuple[Result, Result]:
-    """Measure in alternation with a baseline or another backend, on the default device; return both results.
+    """Measure an operator and a baseline or another backend in alternating runs on the default device.
 
     Raises:
         ValueError: The problem or the baseline cannot run.
@@ -375,22 +377,22 @@ def _result(workload: Workload, devices: Devices) -> Result:
     return Result(options, workload.plans, workload.device, rows, times, slowest)
 
 
-#: A launch and its name.
+#: Name of a launch, and the launch.
 NamedEvent = tuple[symbols.Name, Event]
 
 
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
-    """Name the events of each iteration (:func:`named`), and group them by name (:func:`rows_of`)."""
+    """Return one row per name of the events: name them with :func:`named`, and group them with :func:`rows_of`."""
     return rows_of([named(events, program, operator, platform) for events in iterations])
 
 
 def named(events: Iterable[Event], program: Program, operator: str, platform: str) -> list[NamedEvent]:
-    """Return launches with their names.
+    """Return launches together with their readable names.
 
     Args:
         events: The launches.
-        program: Program of the launches.
-        operator: ``"fna"`` or ``"fmha"``, for launches of instructions without a plan.
+        program: Program that made the launches.
+        operator: Operator to name if an instruction lacks a plan: ``"fna"`` or ``"fmha"``.
         platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
     """
 
@@ -404,7 +406,7 @@ def named(events: Iterable[Event], program: Program, operator: str, platform: st
 
 
 def rows_of(iterations: Sequence[Iterable[NamedEvent]]) -> tuple[Row, ...]:
-    """Return launches by name, known names first, then by runtime."""
+    """Return one row per name of launches. Known operations are first; the others are sorted by decreasing runtime."""
     launched: dict[symbols.Name, list[list[Event]]] = defaultdict(lambda: [[] for _ in iterations])
     for i, events in enumerate(iterations):
         for name, event in events:

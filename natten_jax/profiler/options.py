@@ -1,4 +1,7 @@
-"""Options of the profiler: a problem, its split over devices, how to measure it, and the command line."""
+"""Options of the profiler, and the command line that sets them.
+
+The options are a problem, its split over devices, and the way to measure, list, simulate or search it.
+"""
 
 from __future__ import annotations
 
@@ -41,47 +44,50 @@ from natten_jax.sharding.auto import HeadSplit
 from natten_jax.version import __version__
 from natten_jax.windows import EDGES, Axis, WindowArguments
 
-#: Fields of a problem that have a flag of the same name. Flags for layout, windows and element type are separate.
+#: Fields of a problem that have an option of the same name. Options with other names set the layout, the windows and
+#: the element type.
 SIZES = ("batch", "heads", "heads_kv", "head_dim", "head_dim_v", "additional_kv")
 
-#: Short names of element types, as in reports -> full names, widest type first.
+#: Short name of an element type, as in reports -> full name. Types with more bytes are first.
 ELEMENT_TYPES = {
     each.short_name: each.name
     for each in sorted(element_types.ELEMENT_TYPES.values(), key=lambda each: each.bytes, reverse=True)
 }
 
-#: Values of --split that divide whole problems, and names of token dimensions by rank.
+#: ``SHARES``: values of --split that do not split tokens. ``DIMENSIONS``: number of token dimensions -> names of the
+#: dimensions in --split.
 SHARES = ("batch", "heads")
 DIMENSIONS = {1: ("T",), 2: ("H", "W"), 3: ("T", "H", "W")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A problem and how to profile it, checked and with defaults filled in.
+    """A problem and the way to profile it. Values are checked, and defaults are filled in.
 
     Attributes:
-        problem: The problem. Windows as large as the layout are self attention.
-        backprop: Run the backward pass after the forward pass.
-        backend: Backend or baseline. Default: the operator's choice.
-        fmha_backend: Backend of the attention sub-calls. Default: the operator's choice.
-        devices: Devices that the problem is split over.
-        split: ``"batch"``, ``"heads"`` or token dimensions such as ``"W"`` or ``"T,W"``.
+        problem: The problem. It is self attention if the windows are as large as the layout.
+        backprop: Profile the backward pass as well.
+        backend: Name of a backend or baseline. Default: the operator chooses a backend.
+        fmha_backend: Name of the backend for self attention and for additional tokens. Default: the operator chooses.
+        devices: Number of devices over which the problem is split.
+        split: Dimensions to split: ``"batch"``, ``"heads"``, or token dimensions such as ``"W"`` or ``"T,W"``.
         performance: Performance arguments of the operators.
-        warmup_steps: Runs before the measurement.
-        iterations: Measured runs.
-        compare: Baseline or backend to measure in alternation. Default: only the operator.
-        dry_run: List configurations instead of measuring.
-        max_configs: Rows of each list; 0 for all.
-        simulate: Predict instead of measuring.
-        compute_capability: GPU to list or predict for. Default: the default device.
-        device: TPU to list or predict for, such as ``"v5e"``. Default: the default device.
-        optimize: Search for the best configuration first.
-        optimize_warmup_steps: Runs of each configuration before its measurement.
-        verbose: Show fills and copies of memory, and all rows of a long table.
+        warmup_steps: Number of runs before the measurement.
+        iterations: Number of measured runs.
+        compare: Baseline or backend to compare the operator with, in alternating runs. Default: no comparison.
+        dry_run: List the configurations of the problem instead of measuring it.
+        max_configs: Maximum number of rows of each list of configurations. 0 means all.
+        simulate: Predict the time of the problem instead of measuring it.
+        compute_capability: Compute capability of the GPU that ``dry_run`` and ``simulate`` assume. Default: the default
+            device.
+        device: TPU that ``dry_run`` and ``simulate`` assume, such as ``"v5e"``. Default: the default device.
+        optimize: Search for the best configuration, and measure that configuration.
+        optimize_warmup_steps: Number of runs before the final measurement of each of the best configurations.
+        verbose: Show memory fills and copies (GPU), and all rows of a long table.
         json: File for the full results.
         csv: File for the table.
         plot: File for a bar chart of the table.
-        trace_dir: Folder for the trace.
+        trace_dir: Folder to which the trace is written. Default: the trace is deleted.
     """
 
     problem: Problem
@@ -108,7 +114,7 @@ class Options:
     trace_dir: Path | None
 
     def as_given(self) -> dict[str, Any]:
-        """Return the values by names of flags."""
+        """Return the value of each option. The key is the name of the flag, with underscores."""
         problem = self.problem
         values = {**dataclasses.asdict(self), "layout": problem.query_layout, "dtype": problem.element.short_name}
         del values["problem"]
@@ -127,7 +133,7 @@ class Options:
 
     @property
     def sub_calls(self) -> tuple[SubCall, ...]:
-        """Attention calls that the operator makes; the call over the layout's tokens is first."""
+        """Attention calls of the operator, the one over the layout's tokens first."""
         backend = None if self.is_baseline else self.backend
         request = Request(self.problem, self.performance, backend, tuned=table_for())
         return split_call(request, self.attention_kwargs)
@@ -141,7 +147,7 @@ class Options:
 
     @property
     def asked_about(self) -> Device | None:
-        """Device to list or predict for, which need not be present; ``None`` for the default device."""
+        """Device, present or not, that ``dry_run`` and ``simulate`` assume. ``None`` means the default device."""
         if self.device is not None:
             return TPU_CHIPS[self.device].device
         if self.compute_capability is not None:
@@ -150,12 +156,12 @@ class Options:
 
     @property
     def is_baseline(self) -> bool:
-        """Profile a baseline instead of an operator of this package."""
+        """True if the options profile a baseline instead of an operator of this package."""
         return self.backend in BASELINES
 
     def for_baseline(self, name: str) -> Options:
-        """Return options that run a baseline (self attention) or another backend on the same arrays."""
-        # Tiles and the backend of sub-calls were chosen for one backend; another backend uses its defaults.
+        """Return options that run a baseline, which is self attention, or another backend on the same arrays."""
+        # Tiles and the backend of sub-calls were chosen for the first backend. The other one uses its own defaults.
         problem, performance = self.problem, without_configuration(self.performance)
         if name in BASELINES:
             whole = tuple(Axis(extent, extent, extent) for extent in problem.query_layout)
@@ -169,10 +175,12 @@ class Options:
         return self.split not in SHARES
 
     def token_parts(self) -> Shape:
-        """Return the number of parts per token dimension that minimizes the bytes that a device receives.
+        """Return the number of parts of each token dimension.
+
+        Of all splits with one part per device, this is the split in which a device receives the fewest bytes.
 
         Raises:
-            ValueError: ``--split`` has an unknown name, or the dimensions cannot be cut into equal parts.
+            ValueError: ``--split`` has an unknown name, or the named dimensions cannot be cut into equal parts.
         """
         problem = self.problem
         if not self.splits_tokens:
@@ -194,9 +202,10 @@ class Options:
         return min(every, key=lambda parts: bytes_received(problem, parts))
 
     def sub_calls_per_device(self) -> tuple[SubCall, ...]:
-        """Return the attention calls of each device, on its share of the batch, or of query and key/value heads.
+        """Return the attention calls of one device.
 
-        If tokens are split, the calls are over all tokens.
+        If the batch or the heads are split, the calls have the device's share of them. If tokens are split, the calls
+        still have all tokens.
         """
         problem = self.problem
         batch, heads, heads_kv = problem.batch, problem.heads, problem.heads_kv
@@ -218,21 +227,21 @@ class Options:
 
 
 def arrays_of(problem: Problem) -> contextlib.AbstractContextManager[object]:
-    """Enable 64-bit arrays in JAX if the problem has them."""
+    """Return a context manager that enables 64-bit arrays in JAX if the problem has them."""
     return jax.enable_x64(True) if problem.dtype == "float64" else contextlib.nullcontext()
 
 
 # The command line.
 
 
-#: Flags that need a measurement.
+#: Options that apply to measurements only.
 _MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
 
-#: Arguments with flags that the operators' messages name.
+#: Arguments that have a flag, and that the operators' messages may name.
 _NAMED = (*WindowArguments._fields, *ATTENTION_NAMES, *ATTENTION_NAMES.values(), "compute_capability", "heads_kv")
 _NAME_IN_MESSAGE = re.compile(rf"(?<!-)\b({'|'.join(_NAMED)})\b")
 
-#: Flags of NATTEN's profilers that this profiler does not support -> what to do instead.
+#: Flag of NATTEN's profilers that this profiler does not support -> advice to the user.
 FOREIGN_FLAGS = {
     "--no-compile": "every program is compiled by XLA",
     "--torch-compile": "every program is compiled by XLA: leave it out",
@@ -271,7 +280,7 @@ def profiler_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"natten_jax {__version__}")
     natural, positive = at_least(0), at_least(1)
-    extents: dict[str, Any] = {"type": positive, "nargs": "+"}  # per dimension
+    extents: dict[str, Any] = {"type": positive, "nargs": "+"}  # one per dimension
     # fmt: off
     add = parser.add_argument_group("problem", "Windows: one value, or one per dimension.").add_argument
     add("-i", "--input-size", dest="layout", metavar="X", **extents, required=True,
@@ -356,20 +365,20 @@ def profiler_parser() -> Parser:
 
 @functools.cache
 def flags_of_arguments() -> dict[str, str]:
-    """Return the flags by the names of the arguments that they set."""
+    """Return the flag of each argument: name of the argument -> the long flag that sets it."""
     actions = profiler_parser()._actions
     return {each.dest: next(text for text in each.option_strings if text.startswith("--")) for each in actions}
 
 
 def with_names_of_flags(message: str) -> str:
-    """Replace names of arguments in a message of the operators by the flags that set them."""
+    """Replace each argument name in a message of the operators by the flag that sets the argument."""
     flags = flags_of_arguments()
     message = _NAME_IN_MESSAGE.sub(lambda found: flags[ATTENTION_NAMES.get(found[1], found[1])], message)
     return message.replace("the token layout", "--input-size")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """Parse the command line. A usage error prints one sentence and exits with status 2."""
+    """Parse the command line. After a usage error, print one sentence and exit with status 2."""
     parser = profiler_parser()
     argv = sys.argv[1:] if argv is None else argv
     for name in FOREIGN_FLAGS.keys() & set(argv):
@@ -391,11 +400,11 @@ def _options(given: argparse.Namespace) -> Options:
     values = {name: hashable(value) for name, value in vars(given).items()}
     for name in (*WindowArguments._fields, "backward_kv_splits"):
         if values[name] is not None and len(values[name]) == 1:
-            (values[name],) = values[name]  # for all dimensions
+            (values[name],) = values[name]  # one value sets all dimensions
     layout = values.pop("layout")
     if len(layout) > 3:
         raise ValueError(f"-i/--input-size takes 1 to 3 integers, one per token dimension, got {len(layout)}")
-    values.pop("compile", None)  # XLA compiles every program anyway
+    values.pop("compile", None)  # a flag without effect: XLA compiles every program
     windows = {name: value for name in WindowArguments._fields if (value := values.pop(name)) is not None}
     sizes = {name: values.pop(name) for name in SIZES}
     dtype = values.pop("dtype")
@@ -406,7 +415,7 @@ def _options(given: argparse.Namespace) -> Options:
         if name.startswith("backward") and not given.backprop and getattr(performance, name) != default:
             flag = flags_of_arguments()[name]
             raise ValueError(f"{flag} is for the backward pass, which runs with --backprop only")
-    if given.fmha_backend == "flex-fna":  # NATTEN's documentation uses this name
+    if given.fmha_backend == "flex-fna":  # the name in NATTEN's documentation
         values["fmha_backend"] = "flex-fmha"
     if given.compute_capability is not None:
         values["compute_capability"] = parse_compute_capability(given.compute_capability)
@@ -449,7 +458,10 @@ def _check_backends(options: Options) -> None:
 
 
 def _for_baseline(options: Options) -> Options:
-    """Return the options of self attention. Additional tokens are an error; other flags are ignored with a warning."""
+    """Return the options for a baseline, which computes self attention.
+
+    Raise an error for additional tokens. Ignore flags of windows and configurations with a warning.
+    """
     name = str(options.backend)
     if options.problem.additional_kv:
         raise ValueError(f"--add-kv cannot be combined with --backend {name}, which computes self attention only")
@@ -460,7 +472,7 @@ def _for_baseline(options: Options) -> Options:
 
 
 def _check_split(options: Options) -> None:
-    """Check that ``--split`` can divide the problem over ``--devices``, and that the other flags support several."""
+    """Check that ``--split`` cuts the problem into equal parts, and that the other flags support several devices."""
     count = options.devices
     options.token_parts()
     if count == 1:
