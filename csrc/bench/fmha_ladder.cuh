@@ -1,6 +1,7 @@
-// Rungs below the production kernels, with the tiles and products of the portable kernels.
+// Benchmark kernels (rungs). They use the matrix products and the shared-memory layout of the portable kernels.
 //
-// A CTA owns a tile of queries, and a warp 16 or 32 of them. It reads all keys that they see, a tile at a time.
+// A CTA computes a tile of queries, and each of its warps 16 or 32 of these queries. The CTA reads all keys that its
+// queries attend to, one tile at a time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,11 +20,11 @@ namespace natten_jax::bench {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-/// Queries and keys of a tile, and the minimum number of CTAs that must fit into an SM's registers.
+/// Size of the tiles, and minimum number of CTAs per SM that register usage must allow.
 template <int kWarps, int kRowBlocks_, int kKeys_, int kOccupancy_>
 struct Tiles {
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRowBlocks = kRowBlocks_;  // of 16 queries, in a warp
+  static constexpr int kRowBlocks = kRowBlocks_;  // per warp; a row block has 16 queries
   static constexpr int kQueries = 16 * kRowBlocks * kWarps;
   static constexpr int kKeys = kKeys_;
   static constexpr int kOccupancy = kOccupancy_;
@@ -49,14 +50,15 @@ struct Traits : Tiles_ {
   };
 };
 
-/// Rows of one head in global memory. Rows past the end read as zeros.
+/// Rows of one head in global memory. Loads of rows past the last token return zeros.
 template <class Tile, int kThreads>
 struct Rows {
   const char* base;
   std::int64_t pitch;  // in bytes
   int tokens;
 
-  /// Calls `copy(row, chunk, source, is_inside)` for this thread's share of the 16-byte chunks of `kCount` rows.
+  /// Divides `kCount` rows into chunks of 16 bytes, distributes these over the CTA's threads, and calls `copy(row,
+  /// chunk, source, is_inside)` for each chunk of this thread.
   template <int kCount, class Copy>
   CUTE_DEVICE void share(int first, Copy copy) const {
     CUTE_UNROLL
@@ -128,7 +130,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
   }
 
   const typename Product::template ReadA<Tile> read_q(shared_address(shared.q), warp_row);
-  // Scale of the logits: natural exponentials take scaled logits; base-2 exponentials include it in the exponent.
+  // Factor of the logits. kBasic multiplies the logits by it before the maximum. Later rungs multiply and subtract in
+  // one step, and the factor includes log2(e).
   const float exponent_scale = Traits::kHasMath ? p.scale * kLog2e : p.scale;
   const auto exponential = [](float x) __attribute__((always_inline)) {
     if constexpr (Traits::kHasMath) {
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
     const int stage = Traits::kHasMemory ? tile % 2 : 0;
     if constexpr (Traits::kHasMemory) {
       wait_copies<0>();
-      __syncthreads();  // this tile is loaded, and all warps have read the one before
+      __syncthreads();  // this tile is loaded, and all warps have read the previous tile
       if (tile + 1 < tiles) load_async(tile + 1);
     } else {
       __syncthreads();

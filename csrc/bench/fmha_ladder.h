@@ -1,4 +1,5 @@
-// Attention with fewer optimisations than the production kernels, to measure the gain of each optimisation.
+// Attention kernels with fewer optimisations than the production kernels. Benchmarks compare their times to measure the
+// gain of each optimisation.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,14 +10,15 @@
 
 namespace natten_jax::bench {
 
-/// Rungs of the ladder. Each includes the optimisations of the rungs before it.
+/// Kernels in the order of the benchmark's ladder. Each kernel (rung) also has the optimisations of the rungs before
+/// it.
 enum class Rung {
-  kBasic = 1,  ///< Tensor cores; natural exponentials; keys are transposed when they are stored; no overlap.
-  kMath = 2,   ///< Exponentials in base 2 with the scale folded in; approximate division.
-  kMemory = 3  ///< Asynchronous copies one tile ahead; keys are transposed when tensor cores read them.
+  kBasic = 1,  ///< Tensor cores and natural exponentials. Loads do not overlap with products, and transpose keys.
+  kMath = 2,   ///< Exponentials in base 2 that include the scale, and approximate division.
+  kMemory = 3  ///< Asynchronous copies, one tile ahead. Keys are not transposed in shared memory.
 };
 
-/// Queries and keys of a tile. The best size for a GPU depends on its registers and shared memory.
+/// Numbers of queries and keys per tile. The fastest size depends on the registers and shared memory of a GPU.
 enum class TileSizes { k64x64 = 0, k128x64 = 1, k128x128 = 2 };
 
 /// Self attention of [batch, tokens, heads, head_dim] arrays.
@@ -32,7 +34,7 @@ struct FmhaParams {
   bool is_causal;
 };
 
-/// Launches a rung; head_dim must be 64 or 128.
+/// Launches the kernel of a rung. `head_dim` must be 64 or 128.
 template <ElementType kType>
 cudaError_t launch_fmha(Rung rung, TileSizes tiles, int head_dim, const FmhaParams& params, cudaStream_t stream);
 

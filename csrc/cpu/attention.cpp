@@ -27,7 +27,8 @@ Status run_pass(const Problem& problem, const TileShapes& tiles, const Arrays& a
   return is_done ? Status() : Status::resource_exhausted("no memory for the scratch buffers of attention");
 }
 
-/// True if some tokens of an array lie outside the layouts of their entries (padding). No item owns such tokens.
+/// True if the arrays of queries or keys contain padding: tokens outside the layout of their batch entry. No item owns
+/// padding, so no kernel writes results there.
 bool has_padding(const Problem& problem, const std::int32_t* layouts, bool of_queries) {
   for (std::int64_t i = 0; layouts != nullptr && i < problem.batch * kRank; ++i) {
     const std::int32_t* layout = layouts + i / kRank * kRank * kRank + i % kRank;
@@ -39,7 +40,8 @@ bool has_padding(const Problem& problem, const std::int32_t* layouts, bool of_qu
   return false;
 }
 
-/// True if some local keys lie outside the global layout, like a halo at its edge. No item owns such keys.
+/// True if some local keys lie outside the global layout: a halo at the edge of the layout contains such keys. No item
+/// owns them, so no kernel writes their gradients.
 bool has_keys_outside(const Problem& problem) {
   for (const Axis& axis : problem.axes) {
     if (axis.kv.origin < 0 || axis.kv.origin + axis.kv.local_extent > axis.kv.extent) return true;

@@ -1,4 +1,4 @@
-// Attention on the host: the passes of one call, spread over a thread pool.
+// Attention on the host. The work items of a pass are distributed over a thread pool.
 #pragma once
 
 #include "cpu/executor.h"
@@ -7,10 +7,10 @@
 
 namespace natten_jax::cpu {
 
-/// Computes output and logsumexp.
+/// Computes output and logsumexp, and the remainder of the logsumexp if its array is not null.
 Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Executor& executor);
 
-/// Computes the gradients of query, key, value and the additional keys and values.
+/// Computes the gradients of query, key, value, additional keys and values, and biases.
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Executor& executor);
 
 }  // namespace natten_jax::cpu

@@ -1,6 +1,7 @@
-// The two backward passes. Both recompute the probabilities from the saved logsumexp; they write different arrays.
+// The two backward passes: one computes the query gradient, the other the key and value gradients. Both passes
+// recompute the probabilities from the saved logsumexp.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include "cpu/head_scales.h"
@@ -12,18 +13,19 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Values of the queries that the passes need in addition to the vectors: an array per value, a float per query.
+/// Values that the backward passes need per query, in addition to its vectors. Each member is an array with one float
+/// per query.
 struct QueryValues {
-  float* logsumexp;  ///< In base 2. For a query without keys it is +inf, which makes its probabilities zero.
-  float* distance;   ///< With `log2_sum`, the remainder of the logsumexp.
+  float* logsumexp;  ///< In base 2. +inf for a query without keys, so that its probabilities are zero.
+  float* distance;   ///< `distance` and `log2_sum` are the parts of Remainder (natten_jax/logsumexp.h).
   float* log2_sum;
   float* delta;
 
-  /// Arrays one after the other, `pitch` floats apart.
+  /// Arrays that begin at `first` and follow each other at distances of `pitch` floats.
   NATTEN_JAX_INLINE QueryValues(float* first, std::int64_t pitch)
       : logsumexp(first), distance(first + pitch), log2_sum(first + 2 * pitch), delta(first + 3 * pitch) {}
 
-  /// Reads the values of a query.
+  /// Sets element `i` of each array to the values of the query at `row` of the call's arrays.
   NATTEN_JAX_INLINE void set(std::int64_t i, const Arrays& arrays, std::int64_t row) const {
     const float saved = arrays.logsumexp[row];
     logsumexp[i] = saved == -__builtin_inff() ? __builtin_inff() : base2_logsumexp(saved);
@@ -34,7 +36,8 @@ struct QueryValues {
   }
 };
 
-/// Weight of a logit, in base 2. Rounding must not make it larger than one.
+/// Probability of a logit. All arguments are in base 2. Without the minimum, rounding errors could make the result
+/// larger than one.
 NATTEN_JAX_INLINE Float weight(const Float& logit, const Float& logsumexp, const Float& distance,
                                const Float& log2_sum) {
   return exp2(minimum((logit - logsumexp) - distance, broadcast(0.0f)) - log2_sum);
@@ -92,11 +95,12 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
     store_lanes(w.blocks[i], w.sums_a + i * p.head_dim * kLanes, p.head_dim, scale, w.lines,
                 static_cast<T*>(plan.arrays.query_gradient));
   }
-  // As for the sums of tiles, two levels of accumulation keep rounding errors small.
+  // The item's sums are added to the sums of several items. Two levels keep rounding errors small, as in
+  // accumulate_columns.
   for (std::int64_t entry = 0; entry < entries; ++entry) item.table_sums[entry] += w.table[entry];
 }
 
-/// Lists the values of the queries of a box, in the order of for_each_masked_row.
+/// Sets `values` to the values of all queries of a box, in the order of for_each_masked_row.
 NATTEN_JAX_INLINE void list_query_values(const Arrays& arrays, const TokenMap& tokens, std::int64_t first_row,
                                          std::int64_t heads, const Box& box, const QueryValues& values) {
   std::int64_t i = 0;
@@ -111,7 +115,7 @@ NATTEN_JAX_INLINE void list_query_values(const Arrays& arrays, const TokenMap& t
   }
 }
 
-/// Replaces logits by probabilities, and products by gradients of the logits.
+/// Replaces logits by probabilities, and products of output cotangents and values by gradients of the logits.
 NATTEN_JAX_INLINE void differentiate(const LaneBlock& block, const Box& box, bool is_masked, std::int64_t rows,
                                      const QueryValues& values, float* logits, float* products) {
   const auto probability_of = [&](std::int64_t row) {
@@ -152,10 +156,10 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
 
   const TokenMap tokens = stream_tokens(plan, item);
   const QueryValues query_values(w.row_values, plan.stream_tokens + kRowPadding);
-  // All query heads that share the keys have this scale: heads with separate scales share no keys.
+  // All query heads of the item share its keys, and query heads that share keys have equal scales.
   const HeadScale head_scale = p.scale.of(first_head(p, item));
   const OwnedKeyBiases biases{plan, item, w};
-  // The gradients of a group of query heads are accumulated in the same sums.
+  // All query heads add to the same gradients, because they share the keys and values.
   for (std::int64_t head = 0; head < p.heads_per_kv(); ++head) {
     const std::int64_t first = item.batch * p.queries() * p.heads + item.kv_head * p.heads_per_kv() + head;
     const T* queries = static_cast<const T*>(arrays.query) + first * p.head_dim;

@@ -1,7 +1,7 @@
-// Biases that are added to logits: relative biases, from a table with an entry per offset of a key from a query, and
-// key biases. Also the gradients of the tables.
+// Biases that are added to logits, and their gradients. Relative biases come from a table with one entry per offset of
+// a key from a query. Key biases have one value per key.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include <cfloat>
@@ -13,14 +13,14 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Contiguous numbers, from which each lane reads one.
+/// An array from which each lane reads one element.
 struct LaneTable {
   const float* values;
-  const std::int32_t* places;  ///< Index of each lane's number.
-  std::int32_t last;           ///< The last valid index.
+  const std::int32_t* places;  ///< Index of each lane's element at offset zero.
+  std::int32_t last;           ///< Last valid index of `values`.
 
-  /// Numbers at the lanes' indices plus `offset`. Pairs of tokens outside every window may lie outside the
-  /// table: their results are not used.
+  /// Elements at the lanes' indices plus `offset`. For a pair of tokens outside every window, the index may lie outside
+  /// the array. It is then clamped, and the caller does not use the element.
   NATTEN_JAX_INLINE Float at(std::int32_t offset) const {
     alignas(64) float found[kLanes];
     NATTEN_JAX_UNROLL
@@ -34,8 +34,8 @@ struct LaneTable {
   }
 };
 
-/// Calls visit(row number, number) for every row of a box, in the order of for_each_masked_row. The number is `first`
-/// for the box's first token, and grows by `pitch` per token along each dimension.
+/// Calls visit(row number, index) for every row of a box, in the order of for_each_masked_row. The index is `first` for
+/// the first token of the box, and increases by `pitch` per token along each dimension.
 template <typename Visit>
 NATTEN_JAX_INLINE void for_each_row(const Box& box, std::int64_t first, const std::int64_t (&pitch)[kRank],
                                     Visit visit) {
@@ -48,7 +48,8 @@ NATTEN_JAX_INLINE void for_each_row(const Box& box, std::int64_t first, const st
   }
 }
 
-/// Calls visit(row number, offset from the lanes' indices) for the rows of a box, with offsets into the lanes' tables.
+/// Calls visit(row number, offset) for every row of a box. The table entry for a row and a lane has the index
+/// `block.place[lane] + offset`.
 template <typename Visit>
 NATTEN_JAX_INLINE void for_each_offset(const Plan& plan, const LaneBlock& block, const Box& box, Visit visit) {
   std::int64_t pitch[kRank], first = 0;
@@ -58,7 +59,7 @@ NATTEN_JAX_INLINE void for_each_offset(const Plan& plan, const LaneBlock& block,
                [&](std::int64_t row, std::int64_t offset) { visit(row, static_cast<std::int32_t>(offset)); });
 }
 
-/// Biases as they are added to logits, in base 2. Equal to natten_jax::added_logit of each lane.
+/// Converts biases to the terms that are added to logits in base 2: natten_jax::added_logit, times log2(e).
 NATTEN_JAX_INLINE Float added_logits(const Float& biases) {
   Float added;
   NATTEN_JAX_UNROLL
@@ -71,26 +72,27 @@ NATTEN_JAX_INLINE Float added_logits(const Float& biases) {
   return rounded(added);
 }
 
-/// Adds to a row of logits in base 2.
+/// Adds converted biases to a row of logits in base 2.
 NATTEN_JAX_INLINE void add_to_logits(float* logits, const Float& added) {
   store(logits, load(logits) + added);
 }
 
-/// Adds a second bias. The sum of two finite biases is clipped to a finite number.
+/// Adds converted biases to a row of logits that already includes a bias. A key that either bias masks (-infinity)
+/// stays masked. All other sums are clipped to finite numbers.
 NATTEN_JAX_INLINE void add_to_biased_logits(float* logits, const Float& added) {
   const Float before = load(logits), sum = before + added;
   const Mask hidden = equal(before, -__builtin_inff()) | equal(added, -__builtin_inff());
   store(logits, select(hidden, sum, minimum(maximum(sum, broadcast(-FLT_MAX)), broadcast(FLT_MAX))));
 }
 
-/// Adds the relative biases of the lanes.
+/// Adds relative biases to the logits of a lane block.
 ///
 /// Args:
 ///   plan: plan of the pass.
-///   block: the lanes.
-///   box: the rows.
-///   tables: contiguous tables of the lanes' heads.
-///   heads: number of these tables.
+///   block: the lane block.
+///   box: stream tokens of the logits, one per row.
+///   tables: tables of the lanes' query heads, contiguous.
+///   heads: number of tables.
 ///   logits: updated in place.
 NATTEN_JAX_INLINE void add_relative_bias(const Plan& plan, const LaneBlock& block, const Box& box, const float* tables,
                                          std::int64_t heads, float* logits) {
@@ -100,12 +102,12 @@ NATTEN_JAX_INLINE void add_relative_bias(const Plan& plan, const LaneBlock& bloc
   });
 }
 
-/// Index of the first query head that shares the keys of an item, over all batch entries.
+/// First query head that shares the keys of an item, as an index into the flattened [batch, heads].
 NATTEN_JAX_INLINE std::int64_t first_head(const Problem& p, const Item& item) {
   return item.batch * p.heads + item.kv_head * p.heads_per_kv();
 }
 
-/// Adds the biases of a call to the logits of a box of keys. The lanes are queries.
+/// Adds relative biases and key biases to the logits of a box of keys. The lanes hold queries.
 NATTEN_JAX_INLINE void add_biases(const Plan& plan, const Item& item, const TokenMap& keys, const LaneBlock& block,
                                   const Box& box, float* logits) {
   const Problem& p = plan.problem;
@@ -130,7 +132,7 @@ NATTEN_JAX_INLINE void add_biases(const Plan& plan, const Item& item, const Toke
   }
 }
 
-/// Adds the gradients of a box's logits to the gradients of the lanes' tables.
+/// Adds the gradients of a box's logits to `sums`, the gradients of the bias tables.
 NATTEN_JAX_INLINE void add_to_tables(const Plan& plan, const LaneBlock& block, const Box& box, const float* gradients,
                                      float* sums) {
   const auto last = static_cast<std::int32_t>(plan.problem.heads_per_kv() * plan.offsets.entries - 1);
@@ -140,7 +142,7 @@ NATTEN_JAX_INLINE void add_to_tables(const Plan& plan, const LaneBlock& block, c
   });
 }
 
-/// Biases of the logits of an item that owns keys, for one query head at a time.
+/// Relative biases and key biases of an item whose lanes hold keys. They are processed for one query head at a time.
 struct OwnedKeyBiases {
   const Plan& plan;
   const Item& item;
@@ -149,7 +151,7 @@ struct OwnedKeyBiases {
   NATTEN_JAX_INLINE bool has_tables() const { return plan.arrays.relative_bias != nullptr && !item.owns_additional; }
   NATTEN_JAX_INLINE bool has_keys() const { return plan.arrays.key_bias != nullptr && !item.owns_additional; }
 
-  /// Loads the biases of the keys in all lanes, converted as for adding to logits.
+  /// Loads and converts the biases of the lanes' keys, and clears their gradients.
   NATTEN_JAX_INLINE void load_keys(std::int64_t blocks, std::int64_t head) const {
     for (std::int64_t i = 0; has_keys() && i < blocks; ++i) {
       for (int lane = 0; lane < kLanes; ++lane) of_keys(i)[lane] = plan.arrays.key_bias[place(i, lane, head)];
@@ -158,7 +160,7 @@ struct OwnedKeyBiases {
     }
   }
 
-  /// Adds to the logits of a box of queries.
+  /// Adds the biases to the logits of a box of queries.
   NATTEN_JAX_INLINE void add(std::int64_t i, const Box& box, std::int64_t rows, std::int64_t head) const {
     if (has_tables()) {
       const float* table = plan.arrays.relative_bias + (first_head(plan.problem, item) + head) * plan.offsets.entries;
@@ -174,7 +176,7 @@ struct OwnedKeyBiases {
     }
   }
 
-  /// Accumulates the gradients of the logits, which have replaced the products.
+  /// Adds the gradients of the logits, which `w.products` now contains, to the gradients of the key biases.
   NATTEN_JAX_INLINE void sum(std::int64_t i, std::int64_t rows) const {
     if (!has_keys()) return;
     Float of_box = broadcast(0.0f);
@@ -182,7 +184,7 @@ struct OwnedKeyBiases {
     store(sums(i), load(sums(i)) + of_box);
   }
 
-  /// Stores the gradients of the keys' biases.
+  /// Stores the gradients of the key biases.
   NATTEN_JAX_INLINE void store_gradients(std::int64_t blocks, std::int64_t head) const {
     for (std::int64_t i = 0; has_keys() && i < blocks; ++i) {
       for (int lane = 0; lane < w.blocks[i].active; ++lane) {
@@ -195,7 +197,7 @@ struct OwnedKeyBiases {
   NATTEN_JAX_INLINE float* of_keys(std::int64_t i) const { return w.statistics + i * kStatistics * kLanes; }
   NATTEN_JAX_INLINE float* sums(std::int64_t i) const { return w.statistics + (i * kStatistics + 1) * kLanes; }
 
-  /// Index of the value of a lane's key for a query head.
+  /// Index of the bias of a lane's key for a query head, in the arrays of key biases and of their gradients.
   NATTEN_JAX_INLINE std::int64_t place(std::int64_t i, int lane, std::int64_t head) const {
     const Problem& p = plan.problem;
     return w.blocks[i].row[lane] / p.heads_kv * p.heads + item.kv_head * p.heads_per_kv() + head;

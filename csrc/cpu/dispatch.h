@@ -1,4 +1,4 @@
-// Selection of the compiled copy of the kernels that this processor runs.
+// Selection of an instruction set. The kernels are compiled once for each.
 #pragma once
 
 #include <string>

@@ -1,6 +1,7 @@
-// Element types in memory and their conversion to and from float, by integer arithmetic that compilers vectorise.
+// Element types in memory, and conversions to and from float. The conversions consist of bit operations and additions,
+// which compilers vectorise.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +39,8 @@ NATTEN_JAX_INLINE float to_float(Half x) {
   const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
   const std::uint32_t magnitude = static_cast<std::uint32_t>(x.bits & 0x7fffu) << 13;
   const std::uint32_t normal = magnitude + (112u << 23);
-  // A denormal half is the mantissa of a float of exponent -14, less the implicit one.
+  // A denormal half has exponent -14 and no implicit leading one. A float with this exponent and mantissa has one, so
+  // subtract it.
   const float denormal = bit_cast<float>(magnitude + (113u << 23)) - bit_cast<float>(113u << 23);
   const std::uint32_t finite = magnitude < (1u << 23) ? bit_cast<std::uint32_t>(denormal) : normal;
   return bit_cast<float>(sign | (magnitude >= (31u << 23) ? magnitude + (224u << 23) : finite));
@@ -59,7 +61,8 @@ NATTEN_JAX_INLINE void from_float(float x, Half& to) {
   const std::uint32_t bits = bit_cast<std::uint32_t>(x);
   const std::uint32_t magnitude = bits & 0x7fffffffu;
   const std::uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Adding one half leaves the mantissa in units of 2^-24, the spacing of denormal halves, rounded to even.
+  // Adding 0.5 rounds the number to nearest even in units of 2^-24, the spacing of denormal halves. The low bits of the
+  // sum count these units.
   const std::uint32_t denormal = bit_cast<std::uint32_t>(bit_cast<float>(magnitude) + 0.5f) - (126u << 23);
   const std::uint32_t finite = magnitude < (113u << 23) ? denormal : normal;
   const std::uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;

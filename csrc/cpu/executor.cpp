@@ -25,8 +25,8 @@ Scratch allocate_scratch(std::size_t bytes) {
       static_cast<std::byte*>(::operator new(std::max<std::size_t>(bytes, 1), kScratchAlignment, std::nothrow)));
 }
 
-/// State shared by the participants of one call. Closures that run late keep it alive but find no remaining
-/// index, so they never access `item`, which is on the caller's stack.
+/// State of one call, shared by the threads that process its items. A closure may start after the call has returned. It
+/// keeps this state alive but finds no item left, so it does not access `item`, which was on the caller's stack.
 struct Shared {
   std::int64_t count;
   std::size_t scratch_bytes;
@@ -50,7 +50,7 @@ struct Shared {
 
   void help() {
     if (next.load(std::memory_order_relaxed) >= count) return;
-    // Without memory for another scratch buffer, the remaining participants do the work.
+    // If there is no memory for another scratch buffer, the other threads process the items.
     const Scratch scratch = allocate_scratch(scratch_bytes);
     if (scratch) work(scratch.get());
   }
@@ -76,7 +76,7 @@ bool run_items(const Executor& executor, std::int64_t count, std::size_t scratch
     const std::int64_t helpers = std::min(executor.threads, count - 1);
     for (std::int64_t i = 0; i < helpers; ++i) executor.schedule([shared] { shared->help(); });
   } catch (...) {
-    // Even with fewer helpers, the caller finishes every item.
+    // Scheduling failed, so there are fewer helpers. The calling thread processes the items that they do not process.
   }
   shared->work(scratch.get());
   shared->wait();

@@ -1,4 +1,4 @@
-// Runs independent work items on a borrowed thread pool.
+// Runs independent work items on a thread pool of the caller.
 #pragma once
 
 #include <cstddef>
@@ -15,17 +15,18 @@ struct Executor {
 
 /// Calls `item(index, scratch)` for every index below `count`, in any order and on any thread.
 ///
-/// The calling thread takes part, and waits for items that were started rather than for closures that were scheduled,
-/// so a pool whose threads are all busy (or include the caller) cannot block it. `item` must not throw.
+/// The calling thread also processes items. At the end it waits for items that other threads have started, but not for
+/// closures that have not started. So the call cannot hang if all threads of the pool are busy, or if the calling
+/// thread is one of them. `item` must not throw.
 ///
 /// Args:
-///   executor: the pool that may help.
+///   executor: the thread pool that may help.
 ///   count: number of items.
-///   scratch_bytes: private memory of every participating thread, 64-byte aligned.
-///   item: the work.
+///   scratch_bytes: size of the scratch buffer that each thread passes to `item`, aligned to 64 bytes.
+///   item: processes an item.
 ///
 /// Returns:
-///   False if the scratch could not be allocated; then nothing was run.
+///   False if there was no memory for the scratch buffer of the calling thread. No item was then processed.
 bool run_items(const Executor& executor, std::int64_t count, std::size_t scratch_bytes,
                const std::function<void(std::int64_t, std::byte*)>& item);
 

@@ -1,4 +1,4 @@
-// The floating-point mode of kernel code.
+// The floating-point mode of kernel code: denormal numbers are flushed to zero.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace natten_jax::cpu {
 
 #if defined(__SSE__)
-constexpr std::uint64_t kFlushBits = 0x8040;  // Flush to zero, and denormals are zero.
+constexpr std::uint64_t kFlushBits = 0x8040;  // MXCSR.FTZ flushes denormal results, MXCSR.DAZ operands.
 
 inline std::uint64_t float_mode() {
   return _mm_getcsr();
@@ -20,7 +20,7 @@ inline void set_float_mode(std::uint64_t mode) {
   _mm_setcsr(static_cast<unsigned>(mode));
 }
 #elif defined(__aarch64__)
-constexpr std::uint64_t kFlushBits = 1u << 24;  // FPCR.FZ: for operands and results.
+constexpr std::uint64_t kFlushBits = 1u << 24;  // FPCR.FZ flushes denormal operands and results.
 
 inline std::uint64_t float_mode() {
   std::uint64_t mode;
@@ -41,8 +41,8 @@ inline std::uint64_t float_mode() {
 inline void set_float_mode(std::uint64_t) {}
 #endif
 
-/// Flushes denormals to zero during its lifetime. Pool threads and callers may differ in this mode, and results must
-/// not depend on the thread that computed them.
+/// During its lifetime, the thread flushes denormal numbers to zero. Threads may have different modes before, but
+/// results must not depend on the thread that computes them.
 class FlushDenormals {
  public:
   FlushDenormals() : saved_(float_mode()) { set_float_mode(saved_ | kFlushBits); }

@@ -1,6 +1,6 @@
-// The forward pass: online softmax over the keys that an item's queries see.
+// The forward pass: online softmax over the keys that the queries of an item attend to.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include "cpu/head_scales.h"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-/// Running state of a lane block: maximum logit (base 2) and sum of exponentials.
+/// Running softmax statistics of the lanes of a block: maximum logit (in base 2) and sum of exponentials.
 struct Softmax {
   float* maximum;
   float* sum;
@@ -24,7 +24,7 @@ struct Softmax {
 /// Replaces logits by exponentials relative to the new running maximum.
 ///
 /// Returns:
-///   The factor that rescales earlier sums to the new maximum.
+///   Factor per lane that rescales the lane's earlier sums to the new maximum.
 NATTEN_JAX_INLINE Float exponentiate(const LaneBlock& block, const Box& box, bool is_masked, std::int64_t rows,
                                      const Softmax& state, float* logits) {
   const Float before = load(state.maximum);
@@ -39,7 +39,8 @@ NATTEN_JAX_INLINE Float exponentiate(const LaneBlock& block, const Box& box, boo
   } else {
     for (std::int64_t row = 0; row < rows; ++row) maximum_ = maximum(load(logits + row * kLanes), maximum_);
   }
-  // Lanes without visible keys so far: any finite reference makes their exponentials zero instead of NaN.
+  // If a lane has had only masked keys so far, its maximum is -infinity. A finite reference makes its exponentials zero
+  // instead of NaN.
   const Float reference = select(equal(maximum_, -kInfinity), broadcast(0.0f), maximum_);
   Float sum = broadcast(0.0f);
   for (std::int64_t row = 0; row < rows; ++row) {
@@ -82,7 +83,7 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
     const LaneBlock& block = w.blocks[i];
     alignas(64) float inverse[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      // A query that sees no key has an empty sum: output zero, logsumexp -inf.
+      // If the query attends to no key, the sum is zero. The output is then zero, and the logsumexp -inf.
       const float sum = softmax(i).sum[lane];
       inverse[lane] = sum == 0.0f ? 0.0f : 1.0f / sum;
     }

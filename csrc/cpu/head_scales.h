@@ -1,6 +1,6 @@
-// Scales of the query heads in vector lanes.
+// Logit scales of the query heads whose tokens the vector lanes hold.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include "cpu/lane_block.h"
@@ -20,7 +20,7 @@ NATTEN_JAX_INLINE HeadScale scale_of_lane(const Problem& p, const Item& item, co
   return p.scale.of(item.batch * p.heads + block.row[lane] % p.heads);
 }
 
-/// Writes the exponent scales of the lanes' query heads.
+/// Writes the exponent scale of each lane's query head to `scales`.
 NATTEN_JAX_INLINE void list_exponent_scales(const Problem& p, const Item& item, const LaneBlock& block, float* scales) {
   for (int lane = 0; lane < kLanes; ++lane) scales[lane] = exponent_scale(scale_of_lane(p, item, block, lane));
 }

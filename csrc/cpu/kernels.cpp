@@ -1,5 +1,5 @@
-// The kernels of one instruction set. CMake compiles this file several times, with NATTEN_JAX_ISA set to the name
-// of the instruction set and the compiler flags that allow it.
+// The kernels of one instruction set. CMake compiles this file once per instruction set. It defines NATTEN_JAX_ISA as
+// the name of the instruction set, and sets compiler flags that enable it.
 #include "cpu/kernels.h"
 
 #include "cpu/backward.h"

@@ -1,4 +1,4 @@
-// Interface of the kernels for the rest of the library: one table per compiled instruction set.
+// Interface between kernels and the rest of the library: a table of kernels for each compiled instruction set.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ inline constexpr int kPasses = 3;
 
 struct KernelTable {
   const char* isa;
-  ItemKernel kernels[kPasses][kElementTypes];  ///< Indexed by Pass and ElementType.
+  ItemKernel kernels[kPasses][kElementTypes];  ///< Indices: Pass, ElementType.
 };
 
 }  // namespace natten_jax::cpu

@@ -1,7 +1,7 @@
-// Streams the keys and values that an item's queries see: first tiles of layout tokens, then additional tokens. Also
-// computes their logits.
+// Streams the keys and values that the queries of an item attend to (see), and computes the logits. Tiles of layout
+// tokens come first, additional tokens last.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include "cpu/biases.h"
@@ -11,17 +11,17 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Calls visit(block number, box, is_masked, rows, has_place) for each box of keys that a block's queries see, where
-/// `rows` is the number of these keys. `has_place` is true for keys of the layout and false for additional keys. Before
-/// each call, pointers to the box's keys and values, and the queries' logits, are written to the workspace.
+/// Calls visit(block number, box, is_masked, rows, has_place) for each lane block and each box of keys that its queries
+/// see. Before each call, it writes the addresses of the box's keys and values, and the logits, to the workspace.
 ///
 /// Args:
 ///   plan: plan of the pass.
-///   item: its work item.
-///   blocks: number of query blocks of the item.
-///   w: the workspace, which holds the blocks and their queries.
-///   exponent_scales: exponent_scales(block number) returns the factors of the lanes' logits.
-///   visit: as above.
+///   item: the work item.
+///   blocks: number of lane blocks of the item.
+///   w: workspace that contains the lane blocks and their queries.
+///   exponent_scales: exponent_scales(block number) returns the exponent scales of the block's lanes.
+///   visit: the function that is called. `is_masked`: true if some queries do not see all keys of the box. `rows`:
+///     number of keys in the box. `has_place`: true for keys of the layout, and false for additional keys.
 template <typename T, typename Scales, typename Visit>
 NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item, std::int64_t blocks,
                                               const Workspace& w, Scales exponent_scales, Visit visit) {

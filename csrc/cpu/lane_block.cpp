@@ -5,7 +5,7 @@
 namespace natten_jax::cpu {
 namespace {
 
-/// Stream tokens that the owner tokens see, along one dimension of an item.
+/// Ranges of stream tokens that owner tokens see, along one dimension of an item.
 class Visibility {
  public:
   Visibility(const Plan& plan, const Item& item, int dim)
@@ -26,7 +26,8 @@ class Visibility {
     const Range<std::int64_t> range = owns_queries_
                                           ? window_bounds(axis_.window, index, key_length_)
                                           : inverse_window_bounds(axis_.window, index, query_length_, key_length_);
-    // If the dimension wraps, tokens may be at either end: the streaming code finds the existing ones.
+    // If the dimension wraps, the range may extend past its ends. The streaming code finds the tokens that exist
+    // locally.
     return axis_.window.ends == Ends::kWrap ? range : intersection(range, local_);
   }
 
@@ -52,7 +53,7 @@ TokenMap token_map(const Problem& problem, const Segment* segments, bool of_quer
   return map;
 }
 
-/// The array whose rows are the owner lanes.
+/// Array that contains the tokens of the owner side: the lanes hold some of its rows.
 struct OwnerArray {
   TokenMap tokens;
   std::int64_t first_row;
@@ -102,10 +103,11 @@ void fill_lanes(const Box& box, std::int64_t head_begin, std::int64_t head_end, 
   }
 }
 
-/// Sets the `place` of a block's lanes, after its lanes and hull.
+/// Sets `place` of a block. Its lanes and its hull must be set before.
 void fill_places(const Plan& plan, const Box& box, const std::int64_t (&pitch)[kRank], LaneBlock& block) {
   const OffsetTable& offsets = plan.offsets;
-  // Starts with the lane of the box's first token. Entry indices decrease with the query and increase with the key.
+  // Entry of the first lane's token, which is the first token of the box. An entry's index increases with the index of
+  // the key, and decreases with the index of the query.
   std::int64_t of_first = 0;
   for (int dim = 0; dim < kRank; ++dim) {
     of_first += (block.hull.begin[dim] - box.begin[dim]) * pitch[dim] + offsets.reach[dim] * offsets.pitch[dim];
@@ -129,7 +131,7 @@ std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blo
   const OwnerArray owner = owner_array(plan, item);
   const Visibility visibility[kRank] = {{plan, item, 0}, {plan, item, 1}, {plan, item, 2}};
   const std::int64_t heads = plan.pass == Pass::kKeyValueGradient ? 1 : plan.problem.heads_per_kv();
-  // Additional keys form a line of tokens, independent of the box of layout tokens.
+  // Additional keys have one dimension, so a lane block of them does not have the shape of `lane_box`.
   const std::int64_t line[kRank] = {1, 1, kLanes};
   const std::int64_t* extent = item.owns_additional ? line : plan.lane_box;
 

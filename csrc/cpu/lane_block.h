@@ -1,4 +1,5 @@
-// Owner tokens in the lanes of one vector block, and the stream tokens that they see. Plain data for every ISA.
+// Owner tokens in the vector lanes of a block, and the stream tokens that they see: a query sees the keys of its
+// window, and a key sees the queries whose windows contain it. The types do not depend on the instruction set.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 namespace natten_jax::cpu {
 
-/// A box of tokens, as group indices.
+/// Box of tokens of a dilation group: a half-open range of group indices per dimension.
 struct Box {
   std::int64_t begin[kRank];
   std::int64_t end[kRank];
@@ -15,37 +16,39 @@ struct Box {
   bool empty() const { return end[0] <= begin[0] || end[1] <= begin[1] || end[2] <= begin[2]; }
 };
 
-/// Existing tokens along a dimension that wraps: a range of indices, repeated with a period.
+/// Indices of existing tokens along a dimension. If the dimension wraps, the layout repeats, and the range `tokens`
+/// repeats with its period.
 struct Repetition {
   Range<std::int64_t> tokens;
-  std::int64_t period;  ///< 0 if the dimension does not wrap: then all indices are token indices.
+  std::int64_t period;  ///< 0 if the dimension does not wrap. All indices are then indices of tokens.
 
-  /// Shift of the last repetition that begins at or before an index.
+  /// Distance from `tokens` to the last repetition that begins at or before `index`.
   std::int64_t shift(std::int64_t index) const {
     if (period == 0) return 0;
     const std::int64_t from_first = index - tokens.begin;
     return (from_first >= 0 ? from_first / period : -((period - 1 - from_first) / period)) * period;
   }
 
-  /// First index at or after this one that is a token.
+  /// Smallest index of a token that is at least `index`.
   std::int64_t next(std::int64_t index) const {
     if (period == 0 || index - shift(index) < tokens.end) return index;
     return tokens.begin + shift(index) + period;
   }
 
-  /// End of the contiguous tokens from the token at an index on, at most `end`.
+  /// End of the contiguous tokens that begin with the token at `index`, or `end` if `end` is smaller.
   std::int64_t row_end(std::int64_t index, std::int64_t end) const {
     return period == 0 ? end : smaller(end, tokens.end + shift(index));
   }
 };
 
-/// Memory layout of the tokens of one side's dilation group: token row = offset + sum of index * pitch.
+/// Memory layout of the queries or keys of a dilation group. The row of a token is `offset` plus the sum of index times
+/// `pitch` over the dimensions.
 struct TokenMap {
   std::int64_t offset;
   std::int64_t pitch[kRank];
   Repetition repeated[kRank];
 
-  /// Row of the token at some indices.
+  /// Row of the token with the given group indices.
   std::int64_t row(const std::int64_t (&index)[kRank]) const {
     std::int64_t sum = offset;
     for (int dim = 0; dim < kRank; ++dim) sum += (index[dim] - repeated[dim].shift(index[dim])) * pitch[dim];
@@ -54,38 +57,41 @@ struct TokenMap {
 };
 
 struct alignas(64) LaneBlock {
-  /// Per dimension and lane, the range of stream indices that the lane sees.
+  /// [dimension][lane]: half-open range of stream indices that the lane sees.
   std::int32_t first[kRank][kLanes];
   std::int32_t last[kRank][kLanes];
-  /// Each lane's row in the owner's array: (batch * tokens + token) * heads + head. Idle lanes repeat lane 0.
+  /// Row of each lane in the array of the owner side: (batch * tokens + token) * heads + head. Unused lanes have the
+  /// row of lane 0.
   std::int64_t row[kLanes];
-  /// Query head of each lane, relative to the first head that shares its keys; 0 if keys are owned.
+  /// Query head of each lane, counted from the first query head that shares the keys; 0 if the lanes hold keys.
   std::int32_t head[kLanes];
-  /// With relative biases, each lane's entry for the hull's first token, counted from the first head's table on.
+  /// Index of the relative-bias entry of each lane for the first token of `hull`. It is counted from the table of the
+  /// first query head that shares the keys. Not set without relative biases.
   std::int32_t place[kLanes];
-  int active;  ///< Lanes whose results are stored.
-  Box hull;    ///< Smallest box that contains everything that a lane sees.
-  Box core;    ///< Tokens that every lane sees.
+  int active;  ///< Number of lanes whose results are stored.
+  Box hull;    ///< Bounding box of all tokens that at least one lane sees.
+  Box core;    ///< Tokens that all lanes see.
 };
 
-/// Fills in the lane blocks of an item.
+/// Creates the lane blocks of an item.
 ///
 /// Args:
 ///   plan: plan of the pass.
 ///   item: the work item.
-///   blocks: space for `plan.lane_blocks` blocks.
+///   blocks: the result; has space for `plan.lane_blocks` blocks.
 ///
 /// Returns:
 ///   The number of blocks.
 std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blocks);
 
-/// Smallest box around the hulls of the blocks.
+/// Bounding box of the hulls of the blocks.
 Box enclosing_hull(const LaneBlock* blocks, std::int64_t count);
 
-/// Distance in entries of a relative bias between pairs with neighboring stream tokens, along each dimension.
+/// Distance, in entries, between the relative biases of an owner token for two neighboring stream tokens, per
+/// dimension. Negative if queries are streamed.
 void table_pitch(const Plan& plan, std::int64_t (&pitch)[kRank]);
 
-/// Memory layout of the tokens that an item streams, without batch and head.
+/// Memory layout of the tokens that an item streams. It does not include the offsets of the batch entry and the head.
 TokenMap stream_tokens(const Plan& plan, const Item& item);
 
 }  // namespace natten_jax::cpu

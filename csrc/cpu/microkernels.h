@@ -1,7 +1,7 @@
-// The two products that all passes consist of. Lanes are tokens of the owner side; rows are tokens of the stream side,
-// read one scalar at a time and broadcast, so neither side is ever transposed in bulk.
+// The two matrix products of all passes. Lanes hold tokens of the owner side. Rows are tokens of the stream side. Each
+// element of a row is read as a scalar and broadcast to the lanes, so the stream side is never transposed.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// out[r][lane] = factor[lane] * (sum over d of rows[r][d] * lanes[d][lane]), for kDotRows rows. The result for
-/// two tokens is bitwise equal if row and lane are exchanged, so all passes compute equal logits.
+/// Computes out[r][lane] = factor[lane] * (sum over d of rows[r][d] * lanes[d][lane]) for kDotRows rows. The result for
+/// a query and a key does not depend on which of them is the row, so all passes compute bitwise equal logits.
 NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, std::int64_t depth, const Float& factor,
                                  float* out) {
   const float* row[kDotRows];
@@ -37,15 +37,16 @@ NATTEN_JAX_INLINE void dot_group(const float* lanes, const float* const* rows, s
   }
 }
 
-/// Computes dot_group for any number of rows. `rows` and `out` have kRowPadding spare entries; the spare entries of
-/// `rows` are overwritten.
+/// Calls dot_group for all `count` rows. `rows` and `out` must have space for kRowPadding more rows. This space is
+/// overwritten.
 NATTEN_JAX_INLINE void dot(const float* lanes, const float** rows, std::int64_t count, std::int64_t depth,
                            const Float& factor, float* out) {
   for (int r = 0; r < kDotRows; ++r) rows[count + r] = rows[count - 1];
   for (std::int64_t r = 0; r < count; r += kDotRows) dot_group(lanes, rows + r, depth, factor, out + r * kLanes);
 }
 
-/// sums[c][lane] = keep[lane] * sums[c][lane] + sum over rows of row[c] * weights[row][lane], for `Columns` columns.
+/// Computes sums[c][lane] = keep[lane] * sums[c][lane] + (sum over r of weights[r][lane] * rows[r][c]) for `Columns`
+/// columns c, from `column` on. Without `Rescale`, `keep` is not used: the factor is one.
 template <int Columns, bool Rescale>
 NATTEN_JAX_INLINE void accumulate_columns(const float* weights, const float* const* rows, std::int64_t count,
                                           std::int64_t column, const Float& keep, float* sums) {
@@ -60,7 +61,8 @@ NATTEN_JAX_INLINE void accumulate_columns(const float* weights, const float* con
       for (int i = 0; i < kVectors; ++i) sum[c][i] += weight.v[i] * scalar;
     }
   }
-  // Adding a tile's sum to the running sum (two levels) keeps rounding errors small for long sequences.
+  // Add the sum of the tile's rows to the running sum. With these two levels, rounding errors stay small for long
+  // sequences.
   NATTEN_JAX_UNROLL
   for (int c = 0; c < Columns; ++c) {
     NATTEN_JAX_UNROLL
@@ -71,7 +73,7 @@ NATTEN_JAX_INLINE void accumulate_columns(const float* weights, const float* con
   }
 }
 
-/// Computes accumulate_columns for all `columns`.
+/// Calls accumulate_columns for columns 0 to `columns` - 1, in groups.
 template <bool Rescale>
 NATTEN_JAX_INLINE void accumulate(const float* weights, const float* const* rows, std::int64_t count,
                                   std::int64_t columns, const Float& keep, float* sums) {

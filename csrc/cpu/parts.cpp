@@ -5,7 +5,8 @@
 namespace natten_jax::cpu {
 namespace {
 
-/// Problem of one batch entry with a separate layout; windows are the largest that fit it.
+/// Problem of one batch entry with a separate layout. Windows that do not fit the layout are reduced to the largest
+/// windows that fit.
 Problem problem_of_entry(const Problem& all, const std::int32_t* layout) {
   Problem p = all;
   p.batch = 1;

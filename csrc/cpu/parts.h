@@ -1,4 +1,5 @@
-// Batch entries of a pass, grouped if their layouts are equal.
+// Division of a pass into parts. If no batch entry has a separate layout, there is one part. Otherwise, each batch
+// entry is a part.
 #pragma once
 
 #include <cstddef>
@@ -9,20 +10,20 @@
 
 namespace natten_jax::cpu {
 
-/// A pass over batch entries with equal layouts.
+/// Plan of a pass for some of the batch entries.
 struct Part {
   Plan plan;
   std::int64_t first_entry;
   std::int64_t first_item;
 
-  /// A work item, by its number within the part.
+  /// Work item of the pass, given its index within the part.
   Item item(std::int64_t index) const;
 };
 
-/// A part for all entries, or a part per entry if they have separate layouts.
+/// Divides a pass into parts.
 std::vector<Part> parts_of(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, Pass pass);
 
-/// Bytes of scratch memory that suffice for an item of every part.
+/// Maximum size, in bytes, of the scratch memory of an item, over all parts.
 std::size_t scratch_bytes(const std::vector<Part>& parts);
 
 }  // namespace natten_jax::cpu

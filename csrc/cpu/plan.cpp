@@ -25,17 +25,18 @@ const Tokens& stream_side(const Axis& axis, Pass pass) {
   return pass == Pass::kKeyValueGradient ? axis.query : axis.kv;
 }
 
-/// Cuts the local tokens of every dilation group into tiles that start at multiples of the tile extent.
+/// Divides the local tokens of every dilation group into segments along one dimension. Boundaries between segments are
+/// multiples of `tile`.
 std::vector<Segment> cut(const Axis& axis, Pass pass, std::int64_t tile) {
   const Tokens& tokens = owner_side(axis, pass);
   const std::int64_t dilation = axis.window.dilation;
-  // If the dimension wraps, tokens of neighbors lie before and after it.
+  // If the dimension wraps, local tokens may lie before its start or after its end, because the layout repeats there.
   const bool wraps = axis.window.ends == Ends::kWrap;
   const std::int64_t first = wraps ? tokens.origin : std::max<std::int64_t>(tokens.origin, 0);
   const std::int64_t end = tokens.origin + tokens.local_extent;
   const std::int64_t last = std::min(wraps ? end : std::min(end, tokens.extent), first + dilation);
   std::vector<Segment> segments;
-  // The first `dilation` local coordinates determine the groups that have local tokens.
+  // Every group that has local tokens has one among the first `dilation` local coordinates.
   for (std::int64_t coordinate = first; coordinate < last; ++coordinate) {
     const std::int64_t group = coordinate - divide_down(coordinate, dilation) * dilation;
     const Range<std::int64_t> local = tokens.local_indices(axis.window, group);
@@ -48,19 +49,20 @@ std::vector<Segment> cut(const Axis& axis, Pass pass, std::int64_t tile) {
   return segments;
 }
 
-/// Stream tokens along one dimension that a lane block of `count` owner tokens sees, away from the edges.
+/// Number of stream tokens that a lane block of `count` owner tokens sees along one dimension, far from the edges.
 double union_extent(const Axis& axis, std::int64_t count, std::int64_t tile) {
-  // Blocks that start with a stride group span the minimum number of groups.
+  // A block that starts at the start of a stride group contains tokens of the fewest stride groups.
   const std::int64_t stride = axis.window.stride;
   const bool is_aligned = count % stride == 0 && tile % count == 0;
   const std::int64_t span = is_aligned ? count - stride : divide_up(count - 1, stride) * stride;
   return static_cast<double>(std::min(axis.window.kernel_size + span, divide_up(axis.kv.extent, axis.window.dilation)));
 }
 
-/// Chooses the shape of a lane block that minimises the stream tokens that all lanes visit.
+/// Chooses the shape of the lane blocks such that the blocks of an item visit the fewest stream tokens in total.
 ///
-/// Remaining lanes hold further query heads of the group. Among equals, wide last dimensions are preferred, because
-/// their rows are contiguous.
+/// If the box has fewer tokens than there are lanes, the other lanes hold the same tokens for further query heads of
+/// the group. If several shapes are equally good, the one with the most tokens in the last dimension is chosen, because
+/// rows are contiguous in that dimension.
 void choose_lane_box(Plan& plan, const std::int64_t* tile) {
   const Problem& p = plan.problem;
   const std::int64_t group_heads = plan.pass == Pass::kKeyValueGradient ? 1 : p.heads_per_kv();
@@ -119,7 +121,7 @@ Item Plan::item(std::int64_t index) const {
   const auto pick = [&next](const std::vector<Segment>& s) {
     return s[static_cast<std::size_t>(next(static_cast<std::int64_t>(s.size())))];
   };
-  // Items that own additional keys stream every query and take longest, so they come first.
+  // Items that own additional keys come first, because they stream all queries and take longest.
   const std::int64_t additional =
       problem.batch * problem.heads_kv * static_cast<std::int64_t>(additional_segments.size());
   item.owns_additional = index < additional;
@@ -128,7 +130,7 @@ Item Plan::item(std::int64_t index) const {
     item.segments[2] = pick(additional_segments);
   } else {
     index -= additional;
-    // Neighboring tiles of a head are consecutive, because they share most of their stream tokens.
+    // Neighboring tiles of a head are consecutive items, because they share stream tokens.
     for (int dim = kRank - 1; dim >= 0; --dim) item.segments[dim] = pick(segments[dim]);
   }
   item.kv_head = next(problem.heads_kv);

@@ -1,6 +1,6 @@
-// The stream side of an item: boxes of rows, visited tile by tile and block by block.
+// Iteration over the stream tokens of an item: each lane block visits the tokens that it sees, in boxes.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,13 @@ namespace {
 struct FloatRows {
   const float* base;          ///< Row of the tile's first token.
   std::int64_t begin[kRank];  ///< Group indices of the tile's first token.
-  std::int64_t pitch[kRank];  ///< In floats per group index.
+  std::int64_t pitch[kRank];  ///< Distance between neighboring tokens along each dimension, in floats.
 };
 
-/// The two kinds of rows that every pass streams: keys and values, or queries and output cotangents.
+/// Rows of the two arrays that a pass streams: keys and values, or queries and output cotangents.
 struct RowPair {
-  FloatRows a;  ///< Rows of head_dim elements.
-  FloatRows b;  ///< Rows of head_dim_v elements.
+  FloatRows a;  ///< Keys or queries: rows of head_dim elements.
+  FloatRows b;  ///< Values or output cotangents: rows of head_dim_v elements.
 };
 
 NATTEN_JAX_INLINE std::int64_t lesser(std::int64_t a, std::int64_t b) {
@@ -58,8 +58,8 @@ NATTEN_JAX_INLINE bool contains(const Box& outer, const Box& inner) {
   return inside;
 }
 
-/// Calls visit(tile) for tiles of at most `shape` tokens that cover the tokens of a box. A tile does not cross
-/// repetitions.
+/// Divides a box into tiles of at most `shape` tokens, and calls visit(tile) for each tile. If a dimension wraps, each
+/// tile lies within one repetition of the layout.
 template <typename Visit>
 NATTEN_JAX_INLINE void for_each_tile(const Box& box, const TokenMap& tokens, const std::int64_t* shape, Visit visit) {
   const Repetition* at = tokens.repeated;
@@ -81,7 +81,7 @@ NATTEN_JAX_INLINE void for_each_tile(const Box& box, const TokenMap& tokens, con
   }
 }
 
-/// Calls visit(row number, mask) for every row of a box, with the mask of the lanes that see the row.
+/// Calls visit(row number, mask) for every row of a box. The mask is set for the lanes that see the row.
 template <typename Visit>
 NATTEN_JAX_INLINE void for_each_masked_row(const LaneBlock& block, const Box& box, Visit visit) {
   std::int64_t row = 0;
@@ -96,13 +96,13 @@ NATTEN_JAX_INLINE void for_each_masked_row(const LaneBlock& block, const Box& bo
   }
 }
 
-/// Rows of a tile as floats: in place, or converted into `packed`.
+/// Rows of a tile as floats. Rows of float arrays are used in place. Rows of other types are converted into `packed`.
 ///
 /// Args:
-///   tile: the tokens.
+///   tile: tokens of the tile.
 ///   tokens: memory layout of the tokens.
-///   data: first row of the batch entry at the head that is read.
-///   heads: rows per token.
+///   data: row of the batch entry's first token, for the head that is read.
+///   heads: number of heads, which is the number of rows per token.
 ///   width: elements per row.
 ///   packed: space for the tile's rows.
 template <typename T>
@@ -131,18 +131,19 @@ NATTEN_JAX_INLINE FloatRows float_rows(const Box& tile, const TokenMap& tokens, 
   }
 }
 
-/// Visits the stream tokens of an item's lane blocks, in boxes of at most a stream tile.
+/// Visits the stream tokens that the lane blocks of an item see, in boxes of at most one stream tile.
 ///
-/// Rows that are read in place need no common tiles, so the tiles of each block start at its hull, which yields the
-/// fewest tiles. Rows that must be converted are converted once for all blocks.
+/// Rows of float arrays are used in place. Each block then has separate tiles, which start at its hull, so that their
+/// number is minimal. Rows of other types are converted. All blocks then share tiles, so that each row is converted
+/// only once.
 ///
 /// Args:
 ///   blocks: the lane blocks.
 ///   count: number of blocks.
 ///   tokens: memory layout of the streamed tokens.
 ///   shape: tokens per dimension of a stream tile.
-///   locate: locate(tile) returns the tile's rows in the form that visit takes.
-///   visit: visit(block number, box, rows).
+///   locate: locate(tile) returns the rows of a tile.
+///   visit: visit(block number, box, rows) is called for each box; `rows` is the result of `locate`.
 template <typename T, typename Locate, typename Visit>
 NATTEN_JAX_INLINE void stream_boxes(const LaneBlock* blocks, std::int64_t count, const TokenMap& tokens,
                                     const std::int64_t* shape, Locate locate, Visit visit) {
@@ -161,7 +162,7 @@ NATTEN_JAX_INLINE void stream_boxes(const LaneBlock* blocks, std::int64_t count,
   }
 }
 
-/// Lists the addresses of the rows of a box, in the order of for_each_masked_row.
+/// Writes the addresses of the rows of a box to `list`, in the order of for_each_masked_row.
 NATTEN_JAX_INLINE void list_rows(const FloatRows& rows, const Box& box, const float** list) {
   for (std::int64_t x = box.begin[0]; x < box.end[0]; ++x) {
     for (std::int64_t y = box.begin[1]; y < box.end[1]; ++y) {

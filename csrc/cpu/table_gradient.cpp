@@ -12,20 +12,22 @@
 namespace natten_jax::cpu {
 namespace {
 
-/// Number of strands (below) that suffices to keep all threads of a host busy. Each strand has separate tables.
+/// Number of strands (see Strand) that suffices to keep all threads of a host busy. It is limited because the gradients
+/// of each strand take memory.
 constexpr std::int64_t kEnoughStrands = 128;
 
-/// Work items of the same heads that run one after another and add to the same tables.
+/// Work items of a key/value head that one thread processes in sequence. They add to the same gradients, which no other
+/// strand uses.
 struct Strand {
   const Part* part;
   std::int64_t begin;
   std::int64_t end;
 };
 
-/// Strands of each batch entry's key/value heads, head by head.
+/// Strands of all key/value heads, in the order of the flattened [batch, heads_kv].
 struct Strands {
   std::vector<Strand> all;
-  std::vector<std::int64_t> first_of_head;  ///< The last element is the number of all strands.
+  std::vector<std::int64_t> first_of_head;  ///< Index of each head's first strand, then the number of strands.
 };
 
 Strands strands_of(const Problem& problem, const std::vector<Part>& parts) {

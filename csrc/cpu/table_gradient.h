@@ -8,7 +8,7 @@
 
 namespace natten_jax::cpu {
 
-/// Runs the pass. Sums are the same in every run, for any number of threads.
+/// Runs the pass. Repeated runs give bitwise equal gradients, independent of the number of threads.
 Status run_with_tables(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Executor& executor);
 
 }  // namespace natten_jax::cpu

@@ -1,6 +1,6 @@
-// Moves rows of the owner side into vector lanes and back.
+// Transposes rows of the owner side into vector lanes, and back.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include <cstdint>
@@ -23,13 +23,13 @@ NATTEN_JAX_INLINE void store_quad(float* p, Quad x) {
   *reinterpret_cast<Quad*>(p) = x;
 }
 
-/// Elements of two vectors; the elements of the second are numbered after the first's.
+/// Elements `kFrom` of two vectors. Indices 0 to 3 refer to `x`, and indices 4 to 7 to `y`.
 template <int... kFrom>
 NATTEN_JAX_INLINE Quad shuffled(Quad x, Quad y) {
 #if defined(__clang__)
   return __builtin_shufflevector(x, y, kFrom...);
 #else
-  // GCC supports __builtin_shufflevector since version 12.
+  // GCC before version 12 has no __builtin_shufflevector.
   typedef std::int32_t Indices __attribute__((vector_size(16)));
   return __builtin_shuffle(x, y, Indices{kFrom...});
 #endif
@@ -46,14 +46,14 @@ NATTEN_JAX_INLINE void transpose(Quad (&x)[4]) {
   x[3] = shuffled<2, 3, 6, 7>(b, d);
 }
 
-/// lanes[d][lane] = factor * element d of the lane's row.
+/// Sets lanes[d][lane] to `factor` times element d of the lane's row.
 ///
 /// Args:
-///   block: rows of the lanes.
-///   array: the owner's array.
+///   block: the lane block; it contains the row number of each lane.
+///   array: array of the owner side.
 ///   width: elements per row.
-///   factor: applied to every element.
-///   lines: space for kLanes rows of floats.
+///   factor: factor of every element.
+///   lines: scratch memory for kLanes rows of floats.
 ///   lanes: the result.
 template <typename T>
 NATTEN_JAX_INLINE void load_lanes(const LaneBlock& block, const T* array, std::int64_t width, float factor,
@@ -84,7 +84,7 @@ NATTEN_JAX_INLINE void load_lanes(const LaneBlock& block, const T* array, std::i
   }
 }
 
-/// Element d of each active lane's row = factor[lane] * lanes[d][lane].
+/// Sets element d of each active lane's row to factor[lane] * lanes[d][lane].
 template <typename T>
 NATTEN_JAX_INLINE void store_lanes(const LaneBlock& block, const float* lanes, std::int64_t width, const float* factor,
                                    float* lines, T* array) {

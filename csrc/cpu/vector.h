@@ -1,6 +1,6 @@
 // Vectors of kLanes floats, composed of native vectors of the instruction set.
 //
-// Part of the kernels: compiled once per instruction set, in a separate namespace.
+// This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +19,15 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
-constexpr int kDotRows = 8;  // Rows that the micro-kernels keep in registers.
+constexpr int kDotRows = 8;  // Rows whose sums dot_group keeps in registers.
 constexpr int kSumColumns = 8;
 #elif defined(__AVX__)
 constexpr int kWidth = 8;
 constexpr int kDotRows = 6;
 constexpr int kSumColumns = 6;
 #elif defined(__ARM_NEON)
-// With 32 registers, 20 sums fit: a sixth row or column spills (g++ 12). With at most four, there are 3% more
-// instructions, and with two, as below, 20% more.
+// There are 32 vector registers, and the sums of a row or column need four. Six rows or columns would spill with g++
+// 12. Four would take 3% more instructions, and two, as below, 20% more.
 constexpr int kWidth = 4;
 constexpr int kDotRows = 5;
 constexpr int kSumColumns = 5;
@@ -47,7 +47,7 @@ struct Float {
   NativeFloat v[kVectors];
 };
 
-/// A mask: the bits of a lane are either all set or all cleared.
+/// Mask of lanes: all bits of a lane are set, or all are zero.
 struct Mask {
   NativeInt v[kVectors];
 };
@@ -114,8 +114,8 @@ NATTEN_JAX_INLINE Mask operator|(const Mask& a, const Mask& b) {
   return x;
 }
 
-/// Rounds a product before it is added. If the compiler fused the sum in one pass but not in another, equal numbers
-/// would give different logits.
+/// Keeps the compiler from fusing a product with a later addition. If it fused them in one pass but not in another, the
+/// passes would compute different logits.
 NATTEN_JAX_INLINE Float rounded(Float x) {
   NATTEN_JAX_UNROLL
   for (int i = 0; i < kVectors; ++i) {
@@ -142,9 +142,9 @@ NATTEN_JAX_INLINE Mask holds(const std::int32_t* first, const std::int32_t* last
   return x;
 }
 
-/// 2^x within about one ulp; zero below the normal range and for -inf, NaN for NaN. Meant for x <= 127.
+/// 2^x to about 1 ulp, for x <= 127. Zero if 2^x is below the normal range or x is -inf; NaN if x is NaN.
 NATTEN_JAX_INLINE Float exp2(const Float& x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits.
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23. Adding it rounds x to an integer, in the low mantissa bits.
   Float y;
   NATTEN_JAX_UNROLL
   for (int i = 0; i < kVectors; ++i) {
@@ -156,7 +156,7 @@ NATTEN_JAX_INLINE Float exp2(const Float& x) {
     p = p * f + 0.24022647738456726f;
     p = p * f + 0.6931471824645996f;
     p = p * f + 1.0f;
-    // Below the normal range the exponent's bits overflow; the result is not used.
+    // If 2^x is below the normal range, the exponent bits overflow. The next line then replaces the result by zero.
     const NativeBits scaled = reinterpret_cast<NativeBits>(p) + (reinterpret_cast<NativeBits>(shifted) << 23);
     y.v[i] = x.v[i] < -126.0f ? NativeFloat{} : reinterpret_cast<NativeFloat>(scaled);
   }
