@@ -1,7 +1,7 @@
-"""The performance arguments, which affect speed and memory but never results; passes and tiles.
+"""Performance arguments of the operators, passes and tiles.
 
-To add an argument, add a line to :class:`PerformanceArguments`, its public form, and a line to :class:`Performance`,
-its internal form.
+Performance arguments affect speed and memory, but not which function the operators compute. A new argument needs a line
+in :class:`PerformanceArguments`, which users see, and a line in :class:`Performance`, which the package uses.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ Shape = tuple[int, ...]
 
 Pass = Literal["forward", "backward"]
 
-#: In order of execution.
+#: The passes in order of execution.
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 
-#: Tokens of a query and of a key/value tile, per token dimension.
+#: Shapes ``(query tile, key/value tile)``. A shape is the number of tokens per token dimension.
 TilePair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def outer_and_inner(pair: TilePair, pass_: Pass) -> TilePair:
-    """Order a query tile and a key/value tile as the outer and inner loops of a kernel in a pass.
+    """Return the outer tile and the inner tile of a pass, from a query tile and a key/value tile.
 
-    A thread block owns an *outer* tile (queries in the forward pass, keys and values in the backward pass) and iterates
-    over *inner* tiles (keys and values in the forward pass, queries in the backward pass).
+    A thread block owns an *outer* tile and iterates over *inner* tiles. In the forward pass, the outer tile contains
+    queries, and the inner tiles contain keys and values. In the backward pass, the outer tile contains keys and values,
+    and the inner tiles contain queries.
     """
     return pair if pass_ == "forward" else pair[::-1]
 
 
 class KernelSchedule(enum.StrEnum):
-    """Work distribution of a Hopper kernel; members are the strings that ``kernel_schedule`` takes.
+    """Work distribution of a Hopper kernel. The members are the values of the argument ``kernel_schedule``.
 
     NATTEN's names are aliases: ``KernelSchedule.WarpSpecializedPingpong`` is ``KernelSchedule.PING_PONG``.
     """
 
-    NON_PERSISTENT = "non"  # a thread block per query tile
-    COOPERATIVE = "coop"  # a thread block per SM; its warpgroups run unordered
+    NON_PERSISTENT = "non"  # one thread block per query tile
+    COOPERATIVE = "coop"  # one thread block per SM, whose warpgroups do not alternate
     PING_PONG = "pp"  # warpgroups alternate: one computes logits while the other computes exponentials
     NonPersistent = NON_PERSISTENT
     WarpSpecializedCooperative = COOPERATIVE
@@ -55,7 +56,7 @@ class KernelSchedule(enum.StrEnum):
 
 
 class MemoryUsagePreference(enum.StrEnum):
-    """Limit on a backward pass's scratch memory; members are the strings that ``memory_usage_preference`` takes."""
+    """Limit on the scratch memory of a backward pass. The members are the values of ``memory_usage_preference``."""
 
     DEFAULT = "default"  # at most 1 GiB
     STRICT = "strict"  # at most 64 MiB
@@ -72,26 +73,31 @@ class _CommonArguments(TypedDict, total=False):
 
 
 class PerformanceArguments(_CommonArguments, total=False):
-    """Performance arguments of ``na1d``, ``na2d`` and ``na3d``. All are optional; ``None`` lets the backend choose.
+    """Performance arguments of ``na1d``, ``na2d`` and ``na3d``. All arguments are optional.
 
-    An argument without effect on a call raises a warning (:class:`natten_jax.IgnoredArgumentWarning`).
+    If a tile, ``backward_kv_splits`` or ``kernel_schedule`` is ``None``, the backend chooses the value. If an argument
+    does not affect a call, the call warns (:class:`natten_jax.IgnoredArgumentWarning`).
 
     Attributes:
-        q_tile_shape: Query tile of the forward pass; ``natten_jax.get_configs_for_*`` list the choices.
+        q_tile_shape: Query tile of the forward pass. ``natten_jax.get_configs_for_*`` list the choices.
         kv_tile_shape: Key/value tile of the forward pass.
         backward_q_tile_shape: Query tile of the backward pass.
         backward_kv_tile_shape: Key/value tile of the backward pass.
-        backward_kv_splits: Key/value tiles of the backward pass that may run in parallel.
-        backward_use_xla_reduction: Let XLA compute the row sums that the backward pass needs.
-        backward_deterministic: Make gradients bitwise reproducible on backends that are faster without it: the
-            ``hopper`` backends, which otherwise accumulate the query gradient in any order, and the ``cutlass``
-            backends, where it sets ``backward_kv_splits`` to 1.
+        backward_kv_splits: The product over the token dimensions is the number of thread blocks that share the
+            key/value tiles of a head and dilation group in the backward pass.
+        backward_use_xla_reduction: Let XLA compute the sums of ``out * d_out`` over the features, which the backward
+            pass needs.
+        backward_deterministic: Make gradients bitwise reproducible. This can slow down two backends: ``hopper``, which
+            otherwise accumulates the query gradient in an arbitrary order, and ``cutlass``, where
+            ``backward_kv_splits`` becomes 1.
         memory_usage_preference: Limit on the scratch memory of the backward pass, for backends that can trade memory
-            for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. If the batch would exceed the
-            limit, it is processed in rounds of several entries or, if one entry would exceed the limit, of several
-            heads (at least one key/value head). ``backward_kv_splits`` does not change the scratch memory.
+            for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. If the whole batch exceeds
+            the limit, the backend processes the batch in rounds. A round consists of one or more batch entries. If a
+            single entry exceeds the limit, a round consists of one or more key/value heads of an entry.
+            ``backward_kv_splits`` does not change the scratch memory.
         run_persistent_kernel: Use persistent tile scheduling if the backend supports it.
-        kernel_schedule: ``None``, ``"non"``, ``"coop"`` or ``"pp"``, if the backend has schedules.
+        kernel_schedule: Member of :class:`KernelSchedule` or its value: ``"non"``, ``"coop"`` or ``"pp"``. Only some
+            backends have schedules.
     """
 
     q_tile_shape: Ints | None
@@ -101,7 +107,7 @@ class PerformanceArguments(_CommonArguments, total=False):
 
 
 class AttentionPerformanceArguments(_CommonArguments, total=False):
-    """Performance arguments of ``attention``: :class:`PerformanceArguments` with tile sizes (tokens) for shapes."""
+    """Performance arguments of ``attention``: :class:`PerformanceArguments`, except that tiles are sizes in tokens."""
 
     q_tile_size: int | None
     kv_tile_size: int | None
@@ -111,7 +117,7 @@ class AttentionPerformanceArguments(_CommonArguments, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Performance:
-    """Checked and canonical performance arguments: hashable, with an extent per token dimension in every shape."""
+    """Checked performance arguments in a hashable form. Every shape has one extent per token dimension."""
 
     q_tile_shape: Shape | None = None
     kv_tile_shape: Shape | None = None
@@ -130,7 +136,7 @@ class Performance:
         return None if query is None or key_value is None else (query, key_value)
 
     def with_tiles(self, pass_: Pass, pair: TilePair | None) -> Performance:
-        """Return a copy with other tiles for a pass."""
+        """Return a copy in which the tiles of a pass are replaced."""
         changes: dict[str, Any] = dict(zip(_TILE_NAMES[pass_], (None, None) if pair is None else pair, strict=True))
         return dataclasses.replace(self, **changes)
 
@@ -154,7 +160,7 @@ _TILE_NAMES: dict[Pass, tuple[str, str]] = {
 }
 
 
-#: Fields by the argument names of ``attention``, whose tiles have sizes instead of shapes.
+#: The field of :class:`Performance` for each performance argument of ``attention``.
 ATTENTION_NAMES = {
     field.name.replace("_tile_shape", "_tile_size"): field.name for field in dataclasses.fields(Performance)
 }
@@ -163,18 +169,18 @@ _FLAGS = [field.name for field in dataclasses.fields(Performance) if isinstance(
 
 
 def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack[PerformanceArguments]) -> Performance:
-    """Check the performance arguments.
+    """Check performance arguments, and return them in canonical form.
 
     Args:
         rank: Number of token dimensions.
-        tile_suffix: Suffix of the caller's tile arguments, for error messages.
-        **arguments: The arguments.
+        tile_suffix: Suffix of the names of tile arguments in error messages: ``"shape"`` or ``"size"``.
+        **arguments: The performance arguments.
 
     Raises:
         ValueError: A value breaks a rule.
         TypeError: A value is of the wrong type.
     """
-    given = Performance(**arguments)  # type: ignore[arg-type]  # canonical below
+    given = Performance(**arguments)  # type: ignore[arg-type]  # values are checked below
     checked: dict[str, Any] = {name: flag(name, getattr(given, name)) for name in _FLAGS}
     checked |= _checked_tiles(rank, given, tile_suffix)
     if given.backward_kv_splits is not None:
@@ -186,7 +192,7 @@ def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack
 
 
 def attention_performance(arguments: Mapping[str, Any]) -> Performance:
-    """Check the performance arguments of ``attention``, with its names for tiles. Raise as :func:`performance_of`."""
+    """Check performance arguments that have the names of ``attention``, as :func:`performance_of` does."""
     return performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in arguments.items()})
 
 
@@ -196,7 +202,7 @@ def _checked_tiles(rank: int, given: Any, tile_suffix: str) -> dict[str, Any]:
         names = [field.replace("shape", tile_suffix) for field in fields]
         pair = [getattr(given, field) for field in fields]
         if (pair[0] is None) != (pair[1] is None):
-            present = pair[0] is None  # index of the given tile
+            present = pair[0] is None  # index of the tile that was given
             raise ValueError(
                 f"{names[present]}={shown(pair[present])} was given without {names[not present]}: give both or neither"
             )

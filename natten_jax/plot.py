@@ -1,6 +1,7 @@
-"""Plots of windows with Matplotlib (the extra ``plot``).
+"""Plots of windows with Matplotlib, which the extra ``plot`` installs.
 
-The masks do not need Matplotlib, and use the same arithmetic as the operators (:mod:`natten_jax.windows`).
+:func:`window_mask` does not need Matplotlib. The masks come from the window arithmetic that the operators use
+(:mod:`natten_jax.windows`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_window", "plot_windows", "window_mask"]
 
-#: For light and dark pages: the background shows through unseen tokens and between cells.
+#: Colors for light and dark pages: tokens that the query does not see are translucent, and the gaps between cells are
+#: transparent.
 _UNSEEN, _SEEN = "#8f9aa63d", "#7fb2d9"
 _QUERY, _SHARED = "#e08a2c", "#1f5f99"
-_CELL = 0.94  # cell size relative to the cell distance
+_CELL = 0.94  # side of a cell, relative to the distance between cell centers
 
 
 @reject_unknown_kwargs()
@@ -38,7 +40,7 @@ def window_mask(
     *,
     edges: Edges = "shift",
 ) -> np.ndarray:
-    """Return the mask of the keys that a query sees.
+    """Return a mask of the layout that is True at the keys that a query sees.
 
     Example:
         >>> from natten_jax.plot import window_mask
@@ -48,17 +50,19 @@ def window_mask(
                [0, 0, 0, 0, 0, 0, 0, 0]])
 
     Args:
-        layout: Tokens per dimension; any number of dimensions.
+        layout: Tokens per dimension. Any number of dimensions is allowed.
         query: The query's coordinates.
-        kernel_size: Window extent; this and the next three arguments are as in :func:`natten_jax.na1d`.
-        stride: Queries that share a window.
+        kernel_size: Tokens in a window: one value for all dimensions, or one per dimension. The other window arguments
+            have the same form.
+        stride: Number of queries that share one window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
-            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
+        is_causal: Mask out the keys after the query.
+        edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
+            ``dilation`` must divide the extent.
 
     Returns:
-        Boolean array of the layout's shape.
+        Boolean array with the shape ``layout``.
 
     Raises:
         ValueError: A value breaks a rule of the operators, or the query is outside of the layout.
@@ -84,8 +88,8 @@ def plot_window(
 ) -> Axes:
     """Draw the keys that a query sees, and the queries that share its window.
 
-    A cell is a token: the query is orange, the keys that it sees are blue, and dots mark queries with exactly this
-    window. The slices of a video are drawn side by side.
+    Each cell is a token. The query is orange, and the keys that it sees are blue. Dots mark the other queries that see
+    exactly the same keys. The slices of a video are drawn side by side.
 
     Example:
         >>> from natten_jax.plot import plot_window
@@ -93,16 +97,18 @@ def plot_window(
         >>> # then plt.show()
 
     Args:
-        layout: Tokens per dimension, one to three of them.
+        layout: Tokens per dimension, for one to three dimensions.
         query: The query's coordinates.
-        kernel_size: Window extent; this and the next three arguments are as in :func:`natten_jax.na1d`.
-        stride: Queries that share a window.
+        kernel_size: Tokens in a window: one value for all dimensions, or one per dimension. The other window arguments
+            have the same form.
+        stride: Number of queries that share one window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
-            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
-        ax: Matplotlib axes to draw on; ``None`` makes a figure.
-        title: Title; ``None`` describes the window.
+        is_causal: Mask out the keys after the query.
+        edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
+            ``dilation`` must divide the extent.
+        ax: Matplotlib axes to draw on; ``None`` creates a figure.
+        title: Title of the plot. ``None`` uses a description of the window.
 
     Returns:
         The axes.
@@ -151,15 +157,16 @@ def plot_windows(
         >>> axes = plot_windows(16, kernel_size=5, stride=3)  # then plt.show()
 
     Args:
-        extent: Tokens.
-        kernel_size: Window extent in tokens.
-        stride: Queries that share a window.
+        extent: Tokens in the dimension.
+        kernel_size: Tokens in a window.
+        stride: Number of queries that share one window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
-            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
-        ax: Matplotlib axes to draw on; ``None`` makes a figure.
-        title: Title; ``None`` describes the windows.
+        is_causal: Mask out the keys after the query.
+        edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
+            ``dilation`` must divide the extent.
+        ax: Matplotlib axes to draw on; ``None`` creates a figure.
+        title: Title of the plot. ``None`` uses a description of the windows.
 
     Returns:
         The axes.
@@ -192,24 +199,24 @@ def _coordinates(query: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
 
 
 def axis_mask(axis: Axis) -> np.ndarray:
-    """Return the boolean mask ``[queries, keys]`` of one dimension: True if the query sees the key."""
+    """Return a boolean mask ``[queries, keys]`` of one dimension. An element is True if the query sees the key."""
     queries, tokens = np.arange(axis.query_extent)[:, np.newaxis], np.arange(axis.kv_extent)
     first, end = axis.reach(queries)
-    # In a wrapping dimension, add the tokens from the other end.
+    # If the dimension wraps, a window can also contain tokens of the previous or next repetition of the layout.
     rounds = (-axis.kv_extent, 0, axis.kv_extent) if axis.edges == "wrap" else (0,)
     is_inside = [(first <= tokens + each) & (tokens + each < end) for each in rounds]
     return np.logical_or.reduce(is_inside) & ((queries - tokens) % axis.dilation == 0)
 
 
 def _slices(cells: np.ndarray) -> np.ndarray:
-    """Arrange cells in rows and columns: the slices of a video are side by side, with gaps of False."""
+    """Arrange cells in rows and columns. The slices of a video are side by side, with a column of False in between."""
     cells = cells.reshape((1,) * (3 - cells.ndim) + cells.shape)
     with_gaps = np.pad(cells, [(0, 0), (0, 0), (0, 1)])
     return with_gaps.swapaxes(0, 1).reshape(cells.shape[1], -1)[:, :-1]
 
 
 def _cells(places: np.ndarray, color: str, *, edge: str = "none") -> Any:
-    """Return the cells at ``[(y, x), ...]`` as a single path, which keeps image files small."""
+    """Return the cells at ``[(y, x), ...]`` as a single path, because separate paths make image files large."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -239,7 +246,7 @@ def _draw_cells(ax: Axes | None, seen: np.ndarray, is_there: np.ndarray) -> Axes
 
 
 def _described(axes: Sequence[Axis]) -> str:
-    """Describe a window by its non-default arguments."""
+    """Describe windows by the window arguments that differ from the defaults."""
 
     def text(values: Sequence[Any]) -> str:
         return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"

@@ -1,8 +1,8 @@
-"""The static description of an attention problem: the function to compute, without performance options.
+"""Static description of an attention problem: the function to compute, without performance options.
 
-A problem is frozen, hashable and canonical; all code below the public functions uses it. It is made from numbers
-(:func:`problem_of`), and its rules are checked only here. :mod:`natten_jax.ops.canonicalize` makes a problem from
-arrays.
+A :class:`Problem` is immutable, hashable and canonical. The public functions of the package create a problem from their
+arrays (:mod:`natten_jax.ops.canonicalize`), and all lower levels of the package use this problem. :func:`problem_of`
+creates a problem from numbers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OPERATORS: tuple[Operator, ...] = ("fna", "fmha")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static facts of an attention call, without performance options.
+    """Static properties of an attention call, without performance options.
 
-    ``attention`` is the special case of one dimension whose window is the whole key sequence, the only
-    case in which query and key/value layouts may differ.
+    ``attention`` is the special case of one token dimension in which every window is the whole key sequence. Only in
+    this case can the query layout and the key/value layout differ.
 
     Attributes:
         operator: ``"fna"`` (neighborhood attention) or ``"fmha"`` (attention).
-        batch: Batch size of the arrays, or the size to plan for if it is not known yet.
+        batch: Batch size of the arrays. If it is symbolic, an assumed batch size.
         axes: The token dimensions.
         heads: Query heads.
         heads_kv: Key/value heads; divides ``heads``.
@@ -43,14 +43,14 @@ class Problem:
         head_dim_v: Width of value and output heads.
         dtype: Element type name of query, key and value.
         scale: Factor of the logits.
-        additional_kv: Number of key/value tokens that every query sees.
-        own_origins: The queries of each batch entry are a box of the layout, at a different position per entry.
-        own_extents: Each batch entry has a separate layout, which begins at the first token; the axes are the largest
-            layout. The remaining tokens are padding.
-        relative_bias: Add a bias to the logits for each offset of a key from a query.
-        key_bias: Add a bias to the logits of each key.
-        out_dtype: Element type name of the output; ``None`` is the default output type of ``dtype``.
-        block_scales: Keys and values have a factor per token, in addition to the factors per head.
+        additional_kv: Number of additional key/value tokens, which every query sees.
+        own_origins: True if the queries are a box of the layout whose position can differ per batch entry.
+        own_extents: True if the extents of the layout without padding can differ per batch entry. The layout without
+            padding begins at the first token. ``axes`` describes the layout with padding.
+        relative_bias: True if logits get a bias per offset of a key from a query.
+        key_bias: True if logits get a bias per key.
+        out_dtype: Element type name of the output. ``None`` means the default output type of ``dtype``.
+        block_scales: True if keys or values have a scale factor per token, expanded from factors per block.
     """
 
     operator: Operator
@@ -71,7 +71,7 @@ class Problem:
     block_scales: bool = False
 
     def checked(self) -> Problem:
-        """Return this problem after checks of the element type and the heads.
+        """Check the element type and the heads, and return this problem.
 
         Raises:
             ValueError: The element type or the number of heads is not supported.
@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def own_layouts(self) -> bool:
-        """Return True if passes have an operand ``layouts``."""
+        """True if the passes of this problem have the operand ``layouts``."""
         return self.own_origins or self.own_extents
 
     @functools.cached_property
@@ -112,7 +112,7 @@ class Problem:
 
     @functools.cached_property
     def stride(self) -> Shape:
-        """Queries per dimension that share one window."""
+        """Number of queries per dimension that share one window."""
         return tuple([axis.stride for axis in self.axes])
 
     @functools.cached_property
@@ -122,7 +122,7 @@ class Problem:
 
     @functools.cached_property
     def is_causal(self) -> tuple[bool, ...]:
-        """Per dimension, True if later keys are hidden."""
+        """Per dimension, True if keys after the query are masked out."""
         return tuple([axis.is_causal for axis in self.axes])
 
     @property
@@ -137,27 +137,28 @@ class Problem:
         return tuple([axis.edges for axis in self.axes])
 
     def with_axes(self, **facts: Sequence[Any]) -> Problem:
-        """Return the problem with other values of fields of :class:`Axis`, one value per dimension."""
+        """Return a copy in which fields of :class:`Axis` are replaced. Each argument has one value per dimension."""
         changes = [dict(zip(facts, values, strict=True)) for values in zip(*facts.values(), strict=True)]
         axes = (dataclasses.replace(axis, **change) for axis, change in zip(self.axes, changes, strict=True))
         return dataclasses.replace(self, axes=tuple(axes))
 
     @property
     def biases(self) -> tuple[str, ...]:
-        """Operand names of the biases that are added to the scaled logits."""
+        """Names of the bias operands that are added to the scaled logits."""
         return tuple([name for name in ("relative_bias", "key_bias") if getattr(self, name)])
 
     @property
     def bias_shape(self) -> Shape:
-        """Shape of a head's relative bias: key offsets per dimension, in dilation steps from ``1 - kernel_size`` on."""
+        """Shape of a head's relative bias. The first entry is for the offset ``1 - kernel_size``, in dilation steps."""
         return tuple([2 * axis.kernel_size - 1 for axis in self.axes])
 
     @property
     def is_attention(self) -> bool:
-        """Return True if every query sees every key of the layout, so that flattened attention is equivalent.
+        """True if ``attention`` over the flattened tokens is equivalent.
 
-        In one dimension a causal window over the whole sequence is causal attention for any stride. Flattened tokens do
-        not preserve the offsets of a relative bias.
+        Every window must be the whole layout. A relative bias is not allowed, because flattening does not preserve its
+        offsets. Without additional tokens, the window of a single dimension can also be causal: if it is the whole
+        sequence, the call is causal attention, for any stride.
         """
         if self.operator == "fna" and self.own_extents:  # valid tokens are not contiguous once flattened
             return False
@@ -179,12 +180,12 @@ class Problem:
         return self.out_dtype or self.element.output or self.dtype
 
     def converted(self, dtype: str) -> Problem:
-        """Return the problem for arrays converted to ``dtype``; its output has the accumulator's type."""
+        """Return the problem for arrays converted to ``dtype``. The output has the accumulator type of ``dtype``."""
         out_dtype = ELEMENT_TYPES[dtype].accumulator
         return dataclasses.replace(self, dtype=dtype, out_dtype=None if out_dtype == dtype else out_dtype)
 
     def describe(self) -> str:
-        """Format the problem in one line for traces and messages."""
+        """Return a description of the problem in one line, for traces and messages."""
         name = "attention" if self.operator == "fmha" else f"na{self.rank}d"
         parts = [f"{name} {'x'.join(map(str, self.query_layout))}", *describe_axes(self.axes)]
         if self.additional_kv:
@@ -215,7 +216,7 @@ def problem_of(
     scale: float | None = None,
     additional_kv: int = 0,
 ) -> Problem:
-    """Describe a problem without arrays; arguments are as in :func:`natten_jax.na1d`.
+    """Create a problem from numbers, without arrays. The window arguments are as in the operators.
 
     Example:
         >>> from natten_jax.problem import problem_of
@@ -224,15 +225,16 @@ def problem_of(
 
     Args:
         layout: Tokens per dimension.
-        kernel_size: Window extent, per dimension or one value for all; the next three arguments accept the same forms.
-            ``None`` is the layout of the keys.
-        stride: Queries that share a window.
+        kernel_size: Tokens in a window: one value for all dimensions, or one per dimension. The other window arguments
+            have the same form. ``None`` means windows as large as the layout of the keys.
+        stride: Number of queries that share one window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
-            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
+        is_causal: Mask out the keys after the query.
+        edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
+            ``dilation`` must divide the extent.
         operator: ``"fna"``, or ``"fmha"`` for ``attention``.
-        kv_layout: Key/value tokens per dimension; ``None`` is ``layout``. Only ``attention`` may have another layout.
+        kv_layout: Key/value tokens per dimension. ``None`` means ``layout``. Only ``attention`` allows another layout.
         batch: Batch size.
         heads: Query heads.
         heads_kv: Key/value heads; ``None`` is ``heads``.
@@ -240,7 +242,7 @@ def problem_of(
         head_dim_v: Width of value heads; ``None`` is ``head_dim``.
         dtype: Name of the element type.
         scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
-        additional_kv: Tokens that every query sees.
+        additional_kv: Number of additional key/value tokens, which every query sees.
 
     Raises:
         ValueError: A value breaks a rule of the operators.
@@ -264,21 +266,21 @@ def problem_of(
 
 
 def flattened(problem: Problem) -> Problem:
-    """Return the equivalent ``attention`` problem over the flattened tokens; additional tokens come last.
+    """Return the equivalent ``attention`` problem over the flattened tokens, followed by the additional tokens.
 
     Args:
-        problem: A problem in which every query sees every key (:attr:`Problem.is_attention`).
+        problem: A problem for which :attr:`Problem.is_attention` is True.
     """
     keys = math.prod(problem.kv_layout) + problem.additional_kv
     is_causal = any(problem.is_causal)
     axis = Axis(math.prod(problem.query_layout), keys, keys, is_causal=is_causal)
-    # Without causality every query sees every key, whatever its position.
+    # Without a causal mask, every query sees every key, so that the positions of the queries do not matter.
     own_origins = problem.own_origins and is_causal
     return dataclasses.replace(problem, operator="fmha", axes=(axis,), additional_kv=0, own_origins=own_origins)
 
 
 def of_additional_tokens(problem: Problem) -> Problem:
-    """Return the ``attention`` problem of the flattened queries and only the additional tokens."""
+    """Return the ``attention`` problem with flattened queries, in which only the additional tokens are keys."""
     axis = Axis(math.prod(problem.query_layout), problem.additional_kv, problem.additional_kv)
     absent: dict[str, Any] = dict.fromkeys(("own_origins", "own_extents", *problem.biases), False)
     return dataclasses.replace(problem, operator="fmha", axes=(axis,), additional_kv=0, **absent)

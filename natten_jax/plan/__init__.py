@@ -1,9 +1,9 @@
-"""The request of a call, and the decisions for each of its passes on a device.
+"""Requests of attention calls, and plans of their passes on a device.
 
 - ``devices``: kinds of devices, and the devices of this process.
-- ``plan``: the request before a backend is chosen; backend, tiles and schedule of a pass, and their encoding in the
-  metadata of a compiled program.
+- ``plan``: a request is a call for which no backend has been chosen. A plan contains the backend, the tiles and the
+  schedule of a pass. Plans are encoded in the metadata of compiled programs.
 
-These modules only hold data: :mod:`natten_jax.backends.select` makes the decisions. Imports the problem, the
-performance arguments and :mod:`natten_jax.arguments`.
+These modules only define the data: :mod:`natten_jax.backends.select` makes the plans. This package imports the problem,
+the performance arguments and :mod:`natten_jax.arguments`.
 """

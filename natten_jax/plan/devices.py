@@ -1,4 +1,4 @@
-"""Kinds of devices: the devices of this process, and lowering targets."""
+"""Kinds of devices: the devices of this process, and devices that programs can be lowered for."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ ComputeCapability = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A kind of device that a program may be lowered for.
+    """A kind of device that a program can be lowered for.
 
     Attributes:
         platform: ``"cpu"``, ``"cuda"``, or another platform name that JAX uses for lowering.
         compute_capability: ``(major, minor)`` of an NVIDIA GPU; ``None`` if unknown.
-        is_present: True if programs run on the device. False for a device that is only named in a query.
-        product: Vendor's name of a GPU in this process, such as ``"NVIDIA H100 80GB HBM3"``, or of a TPU in a query.
+        is_present: False if the device is only described, for example for a configuration query. No program then runs
+            on it.
+        product: The vendor's name of the device, such as ``"NVIDIA H100 80GB HBM3"``. Known for GPUs of this process,
+            and for simulated TPUs.
     """
 
     platform: str
@@ -34,7 +36,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """Key for measurements: the product, or the platform if the product is unknown."""
+        """Name under which measurements are stored: the product, or the platform if the product is unknown."""
         return self.product or self.platform
 
     def __str__(self) -> str:
@@ -44,7 +46,7 @@ class Device:
 
 
 class NoDeviceError(RuntimeError):
-    """JAX cannot find a device to compute on; the message contains JAX's message."""
+    """JAX cannot find a device to compute on. The error message contains JAX's error message."""
 
 
 CPU = Device("cpu")
@@ -54,10 +56,10 @@ PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 
 
 def parse_compute_capability(text: str) -> ComputeCapability:
-    """Parse ``"9.0"`` to ``(9, 0)``.
+    """Parse a compute capability: ``"9.0"`` becomes ``(9, 0)``.
 
     Raises:
-        ValueError: The text does not have this form.
+        ValueError: The text does not have the form ``"9.0"``.
     """
     match = re.fullmatch(r"([1-9][0-9]?)\.([0-9])", text)
     if match is None:
@@ -69,14 +71,14 @@ def compute_capability_of(argument: Any) -> ComputeCapability:
     """Convert ``"9.0"``, ``(9, 0)``, ``[9, 0]`` or ``9.0`` to ``(9, 0)``.
 
     Raises:
-        ValueError: The number is not a compute capability, such as 8.65, or is ambiguous, such as ``"90"``.
-        TypeError: The argument has another type, such as the int 90, which might be a target's name.
+        ValueError: The argument is not a compute capability (for example 8.65), or is ambiguous (``"90"``).
+        TypeError: The argument has an unsupported type, for example int.
     """
     if isinstance(argument, str):
         return parse_compute_capability(argument)
     if isinstance(argument, (float, np.floating)):
         try:
-            return parse_compute_capability(str(argument))  # the shortest text with this value
+            return parse_compute_capability(str(argument))  # `str` returns the shortest text that has this value
         except ValueError:
             raise ValueError(_refusal(argument)) from None
     parts = hashable(argument)
@@ -96,7 +98,7 @@ def _refusal(argument: Any) -> str:
 
 
 def default_jax_device() -> jax.Device:
-    """Return JAX's object for the default device of this thread, as set by ``jax.default_device``.
+    """Return the default ``jax.Device`` of this thread, which ``jax.default_device`` can set.
 
     Raises:
         NoDeviceError: JAX cannot start the configured platforms.
@@ -106,10 +108,10 @@ def default_jax_device() -> jax.Device:
 
 
 def _started(platform: str | None) -> list[jax.Device]:
-    """Return the devices of a platform in this process; ``None`` is the first platform."""
+    """Return the devices of a platform in this process. ``None`` means JAX's default platform."""
     try:
         return jax.local_devices(backend=platform)
-    except (RuntimeError, AssertionError) as error:  # AssertionError without a message if no GPU is visible
+    except (RuntimeError, AssertionError) as error:  # AssertionError, without a message, if no GPU is visible
         told = getattr(jax.config, "jax_platforms", None)
         platforms = f"JAX_PLATFORMS={told}" if told else "its platforms"
         said = " ".join(str(error).split()) or f"it finds no device of {platforms} on this machine"
@@ -126,24 +128,24 @@ def default_device() -> Device:
 
 
 def device_of(array: jax.Array) -> Device:
-    """Return the kind of an array's device; the default device for traced arrays and arrays of other libraries."""
+    """Return the kind of an array's device. For tracers and arrays of other libraries, return the default device."""
     if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
         return default_device()
     return _device_for_platform(next(iter(array.devices())).platform)
 
 
 def _device_for_platform(platform: str) -> Device:
-    """Return the kind of this process's device of a platform. Here JAX calls the platform of any GPU "gpu"."""
+    """Return the kind of this process's devices on a platform, where ``"gpu"`` means CUDA or ROCm."""
     if platform == "gpu":
         platform = "cuda" if _cuda_devices() else "rocm"
     return lowering_target(platform)
 
 
 def lowering_targets() -> Mapping[str, Device]:
-    """Return the kinds of devices that a program may be lowered for, by platform.
+    """Map each platform to the kind of device that a program can be lowered for.
 
-    The first is the device that this thread computes on by default. A program may also be exported for devices that
-    this process does not have; of these, only the platform is known.
+    The first platform is the platform of this thread's default device. The other entries are needed because a program
+    can also be exported for devices that this process does not have. Only their platform is known.
     """
     try:
         first = default_device().platform
@@ -156,7 +158,7 @@ def lowering_targets() -> Mapping[str, Device]:
 
 
 def lowering_target(platform: str) -> Device:
-    """Return the kind of device that a platform's programs are lowered for: for CUDA this process's first GPU."""
+    """Return the kind of device to lower a platform's programs for. For CUDA, it is the first GPU of this process."""
     try:
         return _cuda_device() if platform == "cuda" else Device(platform)
     except NoDeviceError:
@@ -174,7 +176,7 @@ def _cuda_device() -> Device:
 def local_devices() -> tuple[Device, ...]:
     """Return the kinds of devices that this process can run programs on, the default device first.
 
-    Without a JAX device, return the host: programs can still be traced, and lowered for other machines.
+    If JAX finds no device, return the CPU: programs can still be traced, and lowered for devices of other machines.
     """
     try:
         found = default_device(), _device_for_platform(jax.default_backend())

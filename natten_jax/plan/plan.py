@@ -1,8 +1,11 @@
-"""The request of a call, and the plan of a pass: resolved once, and read by all code that runs or predicts it.
+"""The request of an attention call, and the plan of each pass.
 
-A plan is stored as JSON in the metadata of the compiled program (:meth:`Plan.payload`), from which the profiler reads
-it. All operations of a pass carry a short name of its plan. Only one of them, which no optimisation removes, carries
-the plan itself, because a plan has hundreds of characters and a pass in plain JAX hundreds of operations.
+A plan is made once. All code that runs the pass or predicts its time reads the plan.
+
+A plan is stored as JSON in the metadata of the compiled program (:meth:`Plan.payload`). The profiler reads it there.
+All operations of a pass carry a short name of the plan. If possible, only a single operation carries the plan itself,
+because a plan has hundreds of characters, and a pass in plain JAX has hundreds of operations. XLA must not remove this
+operation (:func:`carrying_plan`). Otherwise, all operations carry the plan (``on_all``).
 """
 
 from __future__ import annotations
@@ -25,29 +28,30 @@ from natten_jax.windows import Axis
 
 
 class ConfigurationTable(Protocol):
-    """Interface of :class:`natten_jax.autotuning.tables.TunedTable`, which imports this module."""
+    """Interface of :class:`natten_jax.autotuning.tables.TunedTable`, whose module imports this module."""
 
     @property
     def device(self) -> str:
-        """Kind of the device."""
+        """Kind of device that the table was measured on, as in :attr:`natten_jax.plan.devices.Device.kind`."""
 
     def find(self, problem: Problem, performance: Performance, precision: str | None, pass_: Pass) -> Any:
-        """Return the measured pass of a problem, or ``None``."""
+        """Return the entry of the table for a pass of a problem, or ``None``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The request of an attention call.
+    """An attention call, before a backend is chosen.
 
     Attributes:
         problem: Problem to compute.
         performance: Performance arguments that the caller gave.
-        backend: Name of the requested backend; ``None`` chooses a backend automatically.
+        backend: Name of the requested backend. ``None`` chooses a backend automatically.
         precision: ``jax.default_matmul_precision`` at the call.
-        token_axes: Manual mesh axes that each token dimension is split over; empty if none is split.
-        parts: Number of parts that each token dimension is split into; a device runs one part, at its position in the
-            layout. Empty if none is split.
-        tuned: Table of configurations that is active at the call; ``None`` is the package's table.
+        token_axes: For each token dimension, the manual mesh axes that shard it. Empty if no token dimension is
+            sharded.
+        parts: For each token dimension, the number of shards. A device computes one shard, whose position in the layout
+            differs per device. Empty if no token dimension is sharded.
+        tuned: Table of tuned configurations that is active at the call. ``None`` means the package's table.
     """
 
     problem: Problem
@@ -59,13 +63,13 @@ class Request:
     tuned: ConfigurationTable | None = None
 
     def for_part(self, batch: int, heads: int, heads_kv: int) -> Request:
-        """Return the request for one device's share of the batch, of query heads and of key/value heads."""
+        """Return the request for a shard with these numbers of batch entries, query heads and key/value heads."""
         problem = dataclasses.replace(self.problem, batch=planned_batch(batch), heads=heads, heads_kv=heads_kv)
         return self if problem == self.problem else dataclasses.replace(self, problem=problem)
 
 
 class BackendId(NamedTuple):
-    """A family of backends and the operator it runs; users write ``<family>-<operator>``."""
+    """Name of a backend: its family and its operator. Users write ``<family>-<operator>``."""
 
     family: str
     operator: Operator
@@ -75,7 +79,7 @@ class BackendId(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> BackendId:
-        """Parse a name such as ``"cpu-fna"``, even of an unknown backend.
+        """Parse a name such as ``"cpu-fna"``. A backend with this name need not exist.
 
         Raises:
             ValueError: The name does not end with an operator.
@@ -88,18 +92,20 @@ class BackendId(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A pass of a problem, with backend, tiles and schedule chosen.
+    """The choice of backend, tiles and schedule for a pass of a problem.
 
     Attributes:
-        problem: Problem to compute, with heads as wide as the backend's kernels require.
+        problem: The problem that the kernels compute, for example with padded heads
+            (:meth:`natten_jax.backends.base.Backend.widened`).
         pass_: The pass.
         backend: Backend of the pass.
         platform: Platform of the devices, as in :class:`natten_jax.plan.devices.Device`.
-        performance: Performance arguments, with the tiles of this pass and, if the backend has schedules, the schedule.
-        precision: Precision of products, from ``jax.default_matmul_precision`` at the call. All passes use it, even if
-            they are traced elsewhere, because their logits must be equal.
-        kernels: The kind of kernels that the tiles select, if the backend has several
-            (:meth:`natten_jax.backends.base.Backend.kernels`); ``None`` otherwise.
+        performance: Performance arguments, including the chosen tiles. If the backend has schedules, they also include
+            the chosen schedule.
+        precision: Precision of matrix products: ``jax.default_matmul_precision`` at the call. All passes of the call
+            use this precision, even if they are traced under another setting, because their logits must be equal.
+        kernels: Name of the kernels that the tiles select, if the backend has several kinds of kernels. ``None`` for
+            the default kernels (:meth:`natten_jax.backends.base.Backend.kernels`).
     """
 
     problem: Problem
@@ -122,7 +128,7 @@ class Plan:
 
     @property
     def kernel_schedule(self) -> KernelSchedule | None:
-        """The schedule, if the backend has several."""
+        """The kernel schedule; ``None`` if the backend does not have schedules."""
         name = self.performance.kernel_schedule
         return None if name is None else KernelSchedule(name)
 
@@ -149,10 +155,10 @@ class Plan:
 
     @classmethod
     def from_payload(cls, text: str) -> Plan:
-        """Parse the plan in a program's metadata.
+        """Parse a plan from the metadata of a program.
 
         Raises:
-            ValueError: The text is not a plan of this version of the package.
+            ValueError: The text is not a plan that this version of the package can read.
         """
         try:
             content = json.loads(text)
@@ -166,7 +172,7 @@ class Plan:
             raise ValueError(f"no plan of natten_jax: {error}") from None
 
 
-#: Fields of a plan that a payload may omit.
+#: Fields of a plan that the payload omits if they are ``None``.
 _OPTIONAL = "precision", "kernels"
 _PROBLEM_FIELDS = [field.name for field in dataclasses.fields(Problem)]
 
@@ -178,14 +184,14 @@ def tile_arguments(operator: Operator, pass_: Pass) -> tuple[str, str]:
     return query, key_value
 
 
-#: Attribute names of operations: for the short name of their plan, and for the plan from :meth:`.Plan.payload`.
+#: Attributes of operations. The first contains the short name of a plan, the second the plan (:meth:`.Plan.payload`).
 NAME_ATTRIBUTE, PLAN_ATTRIBUTE = "natten_jax", "natten_jax_plan"
 
 _payload: contextvars.ContextVar[str | None] = contextvars.ContextVar("natten_jax_payload", default=None)
 
 
 def name_of(payload: str) -> str:
-    """Return the short name of a plan, a hash of its payload, which is equal in every process."""
+    """Return the short name of a plan: a hash of its payload. The hash is equal in all processes."""
     return hashlib.sha256(payload.encode()).hexdigest()[:12]
 
 
@@ -195,7 +201,8 @@ def annotate_with_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
 
     Args:
         plan: The plan of the pass.
-        on_all: Attach the plan to every operation, because no operation is traced in :func:`carrying_plan`.
+        on_all: Attach the plan to every operation. Set this if no operation of the pass is traced in
+            :func:`carrying_plan`.
     """
     payload = plan.payload()
     token = _payload.set(payload)
@@ -207,6 +214,6 @@ def annotate_with_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
 
 
 def carrying_plan() -> contextlib.AbstractContextManager[None]:
-    """Attach the plan of the current pass to the operation traced inside; XLA must not remove this operation."""
+    """Attach the current pass's plan to the operation in the ``with`` block, which XLA must not remove."""
     payload = _payload.get()
     return contextlib.nullcontext() if payload is None else set_xla_metadata(**{PLAN_ATTRIBUTE: payload})
