@@ -6,7 +6,9 @@ namespace {
 
 constexpr int kProductsThreads = 128;
 
-/// Computes the tables of products. A CTA handles a part of one table, per head or per head of a batch entry.
+/// Converts relative biases to terms that kernels add to unscaled products of queries and keys (given_table.h). The
+/// result is one table per head, or one table per batch entry and head. A CTA computes 128 consecutive entries of one
+/// table.
 __global__ void __launch_bounds__(kProductsThreads)
     natten_jax_small_table_products(const __grid_constant__ TableProductsParams p) {
   const std::int64_t item = blockIdx.x;
@@ -19,10 +21,11 @@ __global__ void __launch_bounds__(kProductsThreads)
   products[entry] = offset < 0 ? 0.f : GivenTable::product_of(table[offset], scale);
 }
 
-/// Threads of a CTA: each handles four offsets of every few sums. Eight neighboring threads load neighboring memory.
+/// Sizes of a CTA of the last sums. A thread loads one chunk, which is four consecutive offsets, of every 32nd sum.
+/// Eight neighboring threads load eight consecutive chunks of a sum.
 constexpr int kSumThreads = 256, kChunksAtOnce = 8, kSumsAtOnce = kSumThreads / kChunksAtOnce, kOfChunk = 4;
 
-/// Adds up the last sums of table gradients. A CTA handles some offsets of a table.
+/// Adds up the sums of each table (LastSumsParams). A CTA computes 32 consecutive offsets of one table.
 __global__ void __launch_bounds__(kSumThreads) natten_jax_small_last_sums(const __grid_constant__ LastSumsParams p) {
   __shared__ float4 parts[kSumsAtOnce][kChunksAtOnce];
   const int of_chunk = threadIdx.x % kChunksAtOnce, of_sum = threadIdx.x / kChunksAtOnce,
@@ -40,7 +43,7 @@ __global__ void __launch_bounds__(kSumThreads) natten_jax_small_last_sums(const 
   }
   parts[of_sum][of_chunk] = part;
   __syncthreads();
-  // A thread handles one offset, and adds the parts up in order.
+  // Each of the first 32 threads adds up the parts of one offset, in a fixed order.
   constexpr int kOffsets = kChunksAtOnce * kOfChunk;
   const int offset = blockIdx.y * kOffsets + threadIdx.x;
   if (threadIdx.x >= kOffsets || offset >= p.offsets) return;

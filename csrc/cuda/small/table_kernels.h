@@ -1,4 +1,5 @@
-// Launches the kernels that prepare tables of a relative bias, and that add up their gradients.
+// Launches two kernels for relative biases. The first one converts the biases to the tables that a pass reads. The
+// second one adds up partial sums to the gradients of the tables, after a backward pass.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,27 +11,27 @@
 
 namespace natten_jax::small {
 
-/// Parameters of the kernel that prepares tables to be added to products of queries and keys.
+/// Parameters of the kernel that converts relative biases to terms of unscaled products of queries and keys.
 struct TableProductsParams {
   GivenTable given;
   Scale scale;
   float* products;  // [tables, heads, entries]
-  int entries;      // padded to chunks
+  int entries;      // per table, padded to chunks of 16 bytes
   int heads;
 };
 
-/// Parameters of the last sums of table gradients: result[table][offset] = sum of sums[table][sum][offset] over all
-/// `sums`.
+/// Parameters of the kernel that adds up partial sums: result[table][offset] is the sum of sums[table][i][offset] over
+/// all i < count.
 struct LastSumsParams {
   const float* sums;
   float* result;            // [tables, offsets]
-  std::int64_t next_table;  // distance between the sums of two tables, in chunks of 16 bytes
-  std::int64_t next_sum;    // distance between two sums of a table, in the same unit
+  std::int64_t next_table;  // distance from one table's first sum to the next table's, in chunks of 16 bytes
+  std::int64_t next_sum;    // distance between consecutive sums of a table, in chunks of 16 bytes
   int count;                // sums per table
   int offsets;
 };
 
-/// Launch the kernels. `tables` counts the tables of all heads.
+/// Launch the kernels. `tables`: number of tables to compute.
 cudaError_t launch_table_products(const TableProductsParams& params, int tables, cudaStream_t stream);
 cudaError_t launch_last_sums(const LastSumsParams& params, int tables, cudaStream_t stream);
 

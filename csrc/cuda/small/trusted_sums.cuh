@@ -1,4 +1,7 @@
-// Checks if softmax sums relative to 0 or to a fixed logit, instead of the maximum, are accurate enough.
+// Accuracy checks of softmax sums. Forward kernels for small windows do not subtract the maximum from a row's logits.
+// They subtract nothing or, in float16, the largest of the row's logits for a few keys. A sum that passes these checks
+// is accurate enough, which is called "trusted" here. If a row of a tile fails, the kernels compute the tile again,
+// relative to the maximum of each row.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -10,7 +13,8 @@
 
 namespace natten_jax::small {
 
-/// Range of a sum of weights in which the weights have kept all digits, given the range of the element type.
+/// Bounds of a row's sum of weights. Between them, all digits of the weights are representable in the element type.
+/// `kHasReference` is true if weights are relative to a logit of the row, and false if they are relative to 0.
 template <class Element>
 struct TrustedSums {
   static constexpr bool kHasReference = false;
@@ -22,12 +26,13 @@ struct TrustedSums<cutlass::half_t> {
   static constexpr float kLeast = 0x1p-6f, kMost = 0x1p15f;
 };
 
-/// If a sum is closer to 1 than kLeastFromOne, its logarithm consists mostly of rounding errors. This matters if the
-/// base-2 shift is below kLeastShift, because the logarithm is then the whole logsumexp: for example, if a query sees a
-/// single key whose logit is near 0.
+/// Bounds for the logarithm of a sum. If the sum differs from 1 by less than kLeastFromOne, its logarithm consists
+/// mostly of rounding errors. This matters only if the magnitude of the shift, in base 2, is below kLeastShift, because
+/// the logarithm is then almost the whole logsumexp. An example is a query that sees a single key, with a logit near 0.
 constexpr float kLeastFromOne = 0x1p-10f, kLeastShift = 0x1p-6f;
 
-/// Returns 1 if a row's sum of weights relative to `shift` is trusted. `&&` and `||` would generate branches.
+/// Returns 1 if a row's sum of weights is trusted. The weights are relative to `shift`; `factor` converts `shift` to
+/// base 2. The code combines conditions with `&` and `|`, because `&&` and `||` would generate branches.
 template <class Element>
 CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
   using Sums = TrustedSums<Element>;
@@ -39,9 +44,10 @@ CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
 /// Largest base-2 shift for which the sink's weight keeps full precision.
 constexpr float kMostOfSinkShift = 128.f;
 
-/// Adds a sink to the sums of a lane's two rows, as an additional weight; returns false, without adding it, if the sum
-/// of any of the warp's rows would lose digits. Rows outside of the layout (negative place) are ignored. A hidden sink
-/// (natten_jax/added_logit.h) has a weight of zero, and needs no conversion.
+/// Adds a sink to the sums of a lane's two rows, as an additional weight. If the sum of any row of the warp would lose
+/// digits, returns false and leaves all sums unchanged. Rows whose element of `places` is negative are outside of the
+/// layout and are ignored. The caller need not apply `added_logit` to the sink: if a sink is at most kHiddenLogit, its
+/// weight underflows to zero.
 CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], float sink, float factor,
                                   const int (&places)[2]) {
   float with_sink[2];

@@ -1,5 +1,5 @@
-// Parameters of the kernel of all gradients of whole layouts with a relative bias, and its distribution of batch
-// entries and heads.
+// Parameters of the kernel that computes all gradients of whole layouts, for problems with a relative bias. Whole
+// layouts fit in one CTA. The parameters include the distribution of batch entries and heads over CTAs.
 #pragma once
 
 #include <type_traits>
@@ -9,15 +9,15 @@
 
 namespace natten_jax::small {
 
-/// A CTA loops over batch entries of one head: it holds a single table, and writes a single sum for the table's
-/// gradient. If batch entries have separate tables or scales, it processes a single entry.
+/// A CTA processes batch entries of one head. It holds a single bias table, and writes a single table of sums for the
+/// gradient of the bias. If batch entries have separate tables or scales, a CTA processes a single batch entry.
 struct WholeBiasParams : BackwardParams {
   GivenTable given;
   int entries_of_batch;  // batch entries
-  int pieces;            // CTAs that share the batch entries of a head and region
+  int pieces;            // number of CTAs that process the batch entries of a head and region
 
-  /// Returns the number of tables of sums that are added up for a table's gradient: one per region, and one per piece
-  /// unless batch entries have separate tables. They are consecutive in memory.
+  /// Returns how many tables of sums are added up for the gradient of one bias table: one per region if batch entries
+  /// have separate bias tables, otherwise one per region and piece. These tables of sums are consecutive in memory.
   CUTLASS_HOST_DEVICE std::int64_t sums_of_table() const { return region.count * (given.is_of_entry ? 1 : pieces); }
 };
 

@@ -1,6 +1,10 @@
-// All gradients of layouts that fit in a CTA. The CTA loads a layout once per batch entry and head. Each warp computes
-// the gradients of 16 queries, then of the keys and values at the same positions. This takes a single launch, and reads
-// and writes 8 instead of 12 arrays: 7x7 tokens of 1,024 heads take 21 instead of 29 microseconds on an H200.
+// Kernel that computes all gradients of layouts that fit in one CTA. The CTA loads a layout once per batch entry and
+// head. Each warp first computes the gradients of 16 queries, then the gradients of the keys and values at the same
+// positions.
+//
+// Separate kernels for query gradients and for key and value gradients would need two launches, and would read and
+// write 12 arrays instead of 8. On an H200, layouts of 7x7 tokens with 1,024 heads take 21 microseconds, and took 29
+// with separate kernels.
 #pragma once
 
 #include "cuda/small/head_terms.cuh"
@@ -10,7 +14,8 @@
 
 namespace natten_jax::small {
 
-/// Consecutive boxes of a stage: the columns that queries see (keys, values), then the columns that keys see.
+/// Boxes of a stage, in their order in shared memory: first the columns of query rows (keys and values), then the
+/// columns of key rows (queries and output cotangents), and finally the outputs, from which delta is computed.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
 template <class Element, int kHeadDim, Terms kTerms, Feature kFeature>
@@ -22,7 +27,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   using Items = std::conditional_t<kHasBias, HeadItems, CtaItems>;
   extern __shared__ __align__(1024) char raw[];
-  if constexpr (kHasTerms) allow_next_kernel();  // the next kernel adds up the parts of sinks
+  if constexpr (kHasTerms) allow_next_kernel();  // PDL: the next kernel adds up the sink gradients' parts
   Tables of_queries, of_keys;
   TilePlan queries_plan, keys_plan;
   BoxLoads<kHeadDim, Kernel::kWholeGradient, Items> loads(p, raw);
@@ -42,15 +47,16 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
-  // The columns seen by keys begin two boxes after the columns seen by queries; statistics and a relative bias do not
-  // move.
+  // Plans of query rows and of key rows assume that columns begin at the start of a stage. The columns of key rows
+  // begin two boxes later, so `compute` passes an address two boxes into the stage. Statistics and relative biases do
+  // not move: subtract the two boxes from their offsets.
   keys_plan.statistic -= kWholeQueries * second;
   keys_plan.statistic_of_column -= kWholeQueries * second;
   if constexpr (kHasBias) {
     keys_plan.entry[0] -= kWholeQueries * second;
     keys_plan.entry[1] -= kWholeQueries * second;
   }
-  // The lane's two rows as columns of the box.
+  // Query rows are also columns of the box. Get the column indices of the lane's two rows.
   int column_of_row[2];
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -81,16 +87,16 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
       add_query_gradient<Columns, kFeature>(gradient, statistics, queries, cotangents, scale_of(item).logits * kLog2E,
                                             queries_plan, of_queries, 0, stage, shared_address(raw));
       key_bias.leave(item);
-      bias_of_rows.load(item);  // overlaps with stores and the barrier
+      bias_of_rows.load(item);  // the loads overlap with the stores and the barrier below
       table.template add<Element>(queries_plan);
       const float scale = scale_of(item).query_gradient;
       Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
                                     row_of(p.query_gradient, item.of_query, kHeadDim), kHeadDim, rows);
     }
-    // All statistics and the item's sums for a table are complete.
+    // After this barrier, the statistics of all rows are complete, and so are the item's sums for the bias gradient.
     meet(warps);
-    // Query heads that share a key/value head are not supported: their sums would have to stay in registers across
-    // items.
+    // This kernel does not support query heads that share a key/value head. It would have to keep the sums for the
+    // shared keys and values in registers while it processes several items.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
     KeyBiasSums of_bias;

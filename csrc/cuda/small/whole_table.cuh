@@ -1,11 +1,11 @@
-// Relative bias and the sums for its gradient in the kernel of all gradients of whole layouts.
+// Relative bias table and the sums for its gradient, in the kernel that computes all gradients of whole layouts.
 #pragma once
 
 #include "cuda/small/region_sums.cuh"
 
 namespace natten_jax::small {
 
-/// Synchronizes the warps that have rows.
+/// Synchronizes the warps that have rows; `warps` is their number.
 CUTE_DEVICE void meet(int warps) {
   asm volatile("bar.sync 1, %0;" : : "r"(32 * warps) : "memory");
 }
@@ -28,22 +28,23 @@ struct WholeTable<true> {
 
   CUTE_DEVICE WholeTable(const WholeBiasParams& p, char* raw) : table(p, raw), sums(p, raw) {}
 
-  /// Starts to copy the table. Called before planning, which overlaps with the copy. All threads have to call this and
-  /// `plan`.
+  /// Starts to copy the table to shared memory. The kernel calls this function before make_plan, so that the copy
+  /// overlaps with planning. All threads have to call this function and `plan`.
   CUTE_DEVICE void start(const Item& first) const { table.start(first); }
   CUTE_DEVICE void plan(const TilePlan& queries, const Item& first) const {
     table.finish(first);
     sums.plan(queries);
   }
 
-  /// Adds an item's sums.
+  /// Adds the logit gradients of the item's tile to the sums.
   template <class Element>
   CUTE_DEVICE void add(const TilePlan& queries) const {
     sums.add<Element>(queries);
   }
 
-  /// Writes the sums, after the last item was added and warps have synchronized. The call is outside of the loop over
-  /// items, where every warp would jump over its instructions.
+  /// Writes the sums to global memory. Call this function after the gradients of the last item were added and the warps
+  /// have synchronized. The call is outside of the loop over items: inside, every warp would have to jump over its
+  /// instructions in each iteration.
   CUTE_DEVICE void write(const TilePlan& queries, const HeadItems& items) const {
     if (queries.has_rows) sums.write(items);
   }

@@ -1,4 +1,4 @@
-// mbarriers between threads and TMA, and rings of buffers that they guard. Requires compute capability 9.0.
+// mbarriers between threads and TMA, and rings of buffers that mbarriers guard. Requires compute capability 9.0.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -19,27 +19,29 @@ CUTE_DEVICE void arrive(std::uint64_t& barrier) {
   ClusterBarrier::arrive(&barrier);
 }
 
-/// Returns true once loads from shared memory have ended. Arrivals that release a buffer must depend on the result.
+/// Returns true once loads from shared memory have ended. Use the result as the condition of the arrival that releases
+/// the buffer.
 ///
-/// An arrival does not wait for loads that were issued before it: ptxas leaves their scoreboards pending, and the
-/// buffer may be filled again while they read it.
+/// Without this dependency, an arrival does not wait for earlier loads, because ptxas does not wait for their
+/// scoreboards. TMA could then refill the buffer while the loads still read it.
 ///
 /// Args:
-///   loaded: a word that depends on all of the loads.
+///   loaded: a word that depends on the results of all loads.
 CUTE_DEVICE bool loads_have_ended(std::uint32_t loaded) {
-  std::uint32_t zero;  // all bits are shifted out, by a number that is opaque to the compiler
+  std::uint32_t zero;  // always 0, because blockDim.x is at least 32; the compiler cannot infer this
   asm volatile("shr.u32 %0, %1, %2;" : "=r"(zero) : "r"(loaded), "r"(blockDim.x));
   return zero == 0;
 }
 
-/// Arrives once per warp, after its lanes. Use it only for buffers that are otherwise accessed by TMA: if threads
-/// access them, each thread must arrive, because racecheck does not see that a lane arrives for others.
+/// Arrives once per warp, after all lanes have reached the call. Use it only if TMA is the other user of the buffer. If
+/// other threads use the buffer, each thread must arrive, because compute-sanitizer's racecheck does not recognize that
+/// one lane arrives for the whole warp.
 CUTE_DEVICE void arrive_as_warp(std::uint64_t& barrier) {
   __syncwarp();
   if (cute::elect_one_sync()) arrive(barrier);
 }
 
-/// Arrives at an mbarrier of one CTA. Returns the number of arrivals that were missing before this one.
+/// Arrives at an mbarrier in the CTA's shared memory. Returns the number of pending arrivals, including this one.
 CUTE_DEVICE unsigned arrive_counting(std::uint64_t& barrier) {
   std::uint64_t state;
   unsigned missing;
@@ -52,7 +54,7 @@ CUTE_DEVICE unsigned arrive_counting(std::uint64_t& barrier) {
 template <int kSize>
 struct Ring {
   int index = 0;
-  int phase = 0;  // parity of the round: the full barrier's phase, and the opposite of the empty barrier's
+  int phase = 0;  // parity of the round: `wait_full` waits for this phase, `wait_empty` for the opposite one
 
   CUTE_DEVICE void wait_full(std::uint64_t (&full)[kSize]) const { wait(full[index], phase); }
   CUTE_DEVICE void wait_empty(std::uint64_t (&empty)[kSize]) const { wait(empty[index], phase ^ 1); }

@@ -6,7 +6,8 @@
 namespace natten_jax {
 namespace {
 
-/// Makes the maps of batch entries: a CTA per batch entry, a thread per map.
+/// Makes the tensor maps of batch entries. A CTA makes the maps of one batch entry, and each of its threads makes one
+/// map.
 __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
   allow_next_kernel();
   if (p.counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
@@ -23,7 +24,8 @@ __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
     const EntryAxis entry(p.axis[i], layout[0], layout[kRank], layout[2 * kRank]);
     const int all = are_queries ? entry.query_local_extent : entry.kv_local_extent;
     const int of_group = are_queries ? entry.query_group_tokens : entry.kv_group_tokens;
-    // A map has at least one token. Tiles of empty groups are not copied.
+    // Extents of tensor maps must not be zero, so maps of empty groups have one token. Tiles of empty groups are never
+    // copied.
     tokens[i] = max(p.classes == 1 ? all : of_group + (group_class >> i & 1), 1);
   }
   const auto address = reinterpret_cast<std::uint64_t>(map);
@@ -34,7 +36,8 @@ __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
       "fence.proxy.tensormap::generic.release.gpu;" ::"l"(address),
       "r"(tokens[0]), "r"(tokens[1]), "r"(tokens[2])
       : "memory");
-  // Keeps the PDL chain transitive: waiting for this kernel includes the kernel that it overlaps with.
+  // Keeps the PDL chain transitive: a kernel that waits for this kernel must thereby also wait for the previous kernel,
+  // with which this kernel overlaps.
   wait_for_previous_kernel();
 }
 

@@ -1,4 +1,5 @@
-// Tensor maps of batch entries, for the threads that copy tiles: compute capability 9.0.
+// Selects and acquires tensor maps of batch entries, in the threads that issue TMA copies. Requires compute capability
+// 9.0.
 #pragma once
 
 #include <cuda.h>
@@ -9,15 +10,17 @@
 
 namespace natten_jax {
 
-/// fence.proxy.tensormap acquire of a map that an earlier kernel wrote: drops the TMA unit's cached descriptor.
+/// Acquires a tensor map that an earlier kernel wrote. The fence makes TMA drop its cached copy of the map.
 CUTE_DEVICE void acquire_map(const CUtensorMap* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 
-/// Maps of the arrays whose tiles are copied: shared by all batch entries, or [batch, kArrays, kClasses].
+/// Functions for the tensor maps of `kArrays` arrays. `of_entries` has the separate maps of batch entries, [batch,
+/// kArrays, kClasses]. It is null if all batch entries share their maps.
 template <int kArrays, int kClasses>
 struct MapsOfEntries {
-  /// An array's map for a class of dilation groups. Classes from `kClasses` on share a map for all entries.
+  /// Returns an array's map for a class of dilation groups. `of_all` has the array's shared maps by class. Batch
+  /// entries never have separate maps for classes from `kClasses` on.
   template <int kMaps>
   CUTE_DEVICE static const CUtensorMap* of(const CUtensorMap* of_entries, const CUtensorMap (&of_all)[kMaps], int array,
                                            int batch, int group_class) {
@@ -25,16 +28,17 @@ struct MapsOfEntries {
     return of_entries + number(array, batch, group_class);
   }
 
-  /// Acquires the map before its first use by this thread, or by threads that are synchronised after it. `acquired`:
-  /// number of the map acquired last; initially negative.
+  /// Acquires a map of a batch entry, unless it is the map that this thread acquired most recently. A thread has to
+  /// call this function before it uses the map, or before it synchronizes with the threads that use the map.
+  /// `acquired`: index of the most recently acquired map; initially negative.
   CUTE_DEVICE static void acquire(const CUtensorMap* of_entries, int array, int batch, int group_class, int& acquired) {
     if (of_entries == nullptr || group_class >= kClasses || number(array, batch, group_class) == acquired) return;
     acquired = number(array, batch, group_class);
-    wait_for_previous_kernel();  // or an earlier kernel, which made the map
+    wait_for_previous_kernel();  // the map's kernel is the previous one or an earlier one
     acquire_map(of_entries + acquired);
   }
 
-  /// Acquires the map without remembering it.
+  /// Acquires a map of a batch entry, even if this thread has acquired the same map before.
   CUTE_DEVICE static void acquire(const CUtensorMap* of_entries, int array, int batch, int group_class) {
     int none = -1;
     acquire(of_entries, array, batch, group_class, none);

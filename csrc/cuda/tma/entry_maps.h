@@ -1,5 +1,6 @@
-// Tensor maps of batch entries whose layouts are smaller than the arrays. TMA then loads padding as zeros, whatever it
-// contains, and stores nothing there. The maps are made on the device, where the layouts are.
+// Makes tensor maps of batch entries whose layouts are smaller than the arrays. With these maps, TMA loads padding as
+// zeros, whatever the padding contains, and does not store to padding. A kernel makes the maps, because the layouts are
+// in device memory.
 #pragma once
 
 #include <cuda.h>
@@ -18,17 +19,17 @@ struct EntryMaps {
   const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents.
   int batch;
   int arrays;
-  int classes;  ///< Classes of dilation groups: 8, as in encode_head_map's maps; or 1, for maps of whole layouts.
-  DeviceAxis axis[kRank];                ///< Dimensions 1 to 3 of the maps.
-  int dimension[kRank];                  ///< Dimension of the problem for each axis.
-  std::uint32_t are_queries;             ///< A bit per array, set if it has the queries' tokens.
-  CUtensorMap of_all[kMostEntryArrays];  ///< A map of each array, of any class.
+  int classes;  ///< Maps per array and entry: 8, one per class of dilation groups; or 1, for the whole layout.
+  DeviceAxis axis[kRank];                ///< Axes of the maps' dimensions 1 to 3.
+  int dimension[kRank];                  ///< The problem's dimension for each element of `axis`.
+  std::uint32_t are_queries;             ///< A bit per array, set if its tokens are queries, not keys.
+  CUtensorMap of_all[kMostEntryArrays];  ///< One map per array, of any class. The result's maps differ only in extents.
   CUtensorMap* result;                   ///< [batch, arrays, classes].
   std::int32_t* counter;                 ///< Set to zero by the kernel, if not null.
 };
 
-/// Launches a kernel that makes the maps and lets the next kernel overlap: compute capability 9.0. `overlaps`: the
-/// launch follows another such launch and overlaps with it.
+/// Launches the kernel that makes the maps. The next kernel may overlap with it. Requires compute capability 9.0.
+/// `overlaps`: true if the previous launch is also a launch of this kernel; both launches may then overlap.
 cudaError_t launch_entry_maps(const EntryMaps& maps, cudaStream_t stream, bool overlaps = false);
 
 }  // namespace natten_jax

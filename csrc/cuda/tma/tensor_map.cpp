@@ -27,7 +27,9 @@ Status find_encoder(PFN_cuTensorMapEncodeTiled_v12000& result) {
 #if CUDART_VERSION >= 12050
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &answer);
-#else  // Unversioned lookup, which CUDA 13 lacks. Before CUDA 12.5, the function has only one version.
+#else
+  // CUDA before 12.5 has only this lookup, which does not take a version, and only one version of the function. CUDA 13
+  // does not have this lookup.
   const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &address, cudaEnableDefault, &answer);
 #endif
   if (error != cudaSuccess) return status_of(error);
@@ -44,12 +46,12 @@ constexpr CUtensorMapDataType kDataTypes[] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, C
                                               CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_UINT8};
 static_assert(std::size(kDataTypes) == kElementTypes);
 
-/// Dimensions of a 5-D map. Boxes hold one swizzled row of the innermost dimension.
+/// Dimensions of a 5-D map, innermost first. Along dimension 0, a box has one row, which may be swizzled.
 struct MapDimensions {
   std::int64_t sizes[5];
-  std::int64_t strides[4];  // elements; without the innermost dimension
-  std::int64_t box[4];      // tokens; without the innermost dimension
-  std::int64_t steps[4];    // distance of a box's tokens, in tokens; without the innermost dimension
+  std::int64_t strides[4];  // of dimensions 1 to 4, in elements
+  std::int64_t box[4];      // tokens of a box along dimensions 1 to 4
+  std::int64_t steps[4];    // distance between neighboring tokens of a box, in tokens, along dimensions 1 to 4
 };
 
 Status encode_map(const void* data, ElementType type, std::int64_t row_bytes, const MapDimensions& dimensions,

@@ -16,34 +16,36 @@ struct TokenGrid {
   ElementType element_type;
   std::int64_t batch;
   std::int64_t extent[3];    ///< Local tokens.
-  std::int64_t dilation[3];  ///< Tokens from one token of a group to the next.
+  std::int64_t dilation[3];  ///< Distance in tokens between neighbors of a group.
   std::int64_t tokens[3];    ///< Tokens of the group.
   std::int64_t heads;
   std::int64_t head_dim;
 };
 
-/// Encodes a map of dimensions [head_dim, z, y, x, slot] whose boxes hold one swizzled row of 128 bytes of dimension 0
-/// and `box` tokens of one slot. A slot is the index of a token's head in the whole array: (entry * tokens + token) *
-/// heads + head. The slot's token has the coordinates (0, 0, 0), and thereby selects a dilation group. Rows end at
-/// head_dim: loads fill with zeros, and stores do not touch the next head.
+/// Encodes a map of dimensions [head_dim, z, y, x, slot]. A box holds `box` tokens of one slot, and a swizzled row of
+/// 128 bytes of each token.
+///
+/// A slot is the index of one head of one token in the whole array: (entry * tokens + token) * heads + head. Token
+/// coordinates of the map are relative to the slot's token, so that the slot selects a dilation group. Rows end at
+/// head_dim: loads fill the rest of a box with zeros, and stores do not write to the next head.
 ///
 /// Fails if the hardware does not support the map.
 Status encode_head_map(const TokenGrid& grid, const std::int64_t (&box)[3], CUtensorMap& map);
 
-/// Tokens of an array with dimensions in any order. Boxes may take every nth token.
+/// Tokens of an array, whose token dimensions may be in any order. A box may hold every nth token of a dimension.
 struct TokenBoxes {
   const void* data;
   ElementType element_type;
   std::int64_t batch;
   std::int64_t extent[3];    ///< Local tokens.
   std::int64_t pitch[3];     ///< Distance in tokens between neighbors.
-  std::int64_t dilation[3];  ///< Dilation of a box's tokens; at most 8.
+  std::int64_t dilation[3];  ///< A box holds every `dilation`-th token; at most 8.
   std::int64_t heads;
-  std::int64_t head_dim;  ///< A head is a row of a box, swizzled if it has 64 or 128 bytes.
+  std::int64_t head_dim;  ///< A row of a box holds a head. It is swizzled if it has 64 or 128 bytes.
 };
 
-/// Encodes a map of dimensions [heads and their elements, the three of tokens, batch] whose boxes hold one head of
-/// `box` tokens.
+/// Encodes a map of dimensions [heads * head_dim, three dimensions of tokens, batch]. A box holds one head of `box`
+/// tokens.
 ///
 /// Fails if the hardware does not support the map.
 Status encode_box_map(const TokenBoxes& tokens, const int (&box)[3], CUtensorMap& map);

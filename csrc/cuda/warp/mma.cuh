@@ -1,7 +1,7 @@
 // Matrix products of one warp with mma.sync: operands from shared memory or registers, accumulators in float32.
 //
 // A warp multiplies blocks of 16 rows (operand A) with blocks of 16 columns (operand B) in k-steps of 32 bytes. In an
-// accumulator of 16 x 8, element e of a lane is row lane / 4 + 8 * (e / 2), column 2 * (lane % 4) + e % 2.
+// accumulator of 16 x 8, a lane's element e is in row lane / 4 + 8 * (e / 2) and column 2 * (lane % 4) + e % 2.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>
@@ -26,7 +26,8 @@ struct ReadRowsOfA {
   CUTE_DEVICE ReadRowsOfA(std::uint32_t tile, int row) : lane(tile, row + threadIdx.x % 16, threadIdx.x % 32 / 16) {}
   CUTE_DEVICE void operator()(A& a, int rows, int step) const { a.load(lane.at(rows, 2 * step)); }
 };
-/// Reads columns of B from a tile that stores them as rows, `offset` bytes after the tile that the lane was set up for.
+/// Reads columns of B from a tile that stores them as rows. The tile is `offset` bytes after the tile that was passed
+/// to the constructor.
 template <class B, class Tile>
 struct ReadRowsOfB {
   typename Tile::Lane lane;
@@ -78,7 +79,7 @@ struct HalfProduct {
   template <class Tile>
   using ReadPairedA = ReadA<Tile>;
 
-  /// Converts accumulators of a row block to operand A of a k-step.
+  /// Converts the accumulators of a row block to operand A of one k-step of another product.
   CUTE_DEVICE static A operand(const float (*c)[4], int step) {
     const float *low = c[2 * step], *high = c[2 * step + 1];
     return {pack<Element>(low[0], low[1]), pack<Element>(low[2], low[3]), pack<Element>(high[0], high[1]),
@@ -96,8 +97,9 @@ struct HalfProduct {
   }
 };
 
-/// Products of float32 elements on TF32 tensor cores. If `kSplit`, every element is the sum of two TF32 numbers, and
-/// three of the four products are computed: the fourth is below float32's precision.
+/// Products of float32 elements on TF32 tensor cores. If `kSplit`, every element is split into a high and a low TF32
+/// number. Of the four products of these numbers, three are computed: the product of both low numbers is below
+/// float32's precision.
 template <bool kSplit>
 struct FloatProduct {
   static constexpr int kStep = 8;
@@ -105,7 +107,8 @@ struct FloatProduct {
   struct Numbers {
     std::uint32_t high[4], low[kSplit ? 4 : 1];
 
-    /// Rounds an element: tensor cores ignore the last 13 bits, so add half of their range.
+    /// Rounds an element to TF32. Tensor cores ignore the last 13 bits, so adding half of the range of these bits
+    /// rounds to nearest.
     CUTE_DEVICE void set(int i, std::uint32_t bits) {
       high[i] = bits + 0x1000u;
       if constexpr (kSplit) {
@@ -123,8 +126,8 @@ struct FloatProduct {
   using A = Numbers;
   using B = Numbers;  // two blocks of 8 columns
 
-  /// Four lanes share a row of A or a column of B. Of a k-step's eight elements, element i is in lane i % 4 with ReadA
-  /// and ReadB, and in lane i / 2 with the other readers.
+  /// Four lanes hold a row of A or a column of B, which has eight elements per k-step. With ReadA and ReadB, lane i % 4
+  /// of these lanes holds element i. With the other readers, lane i / 2 holds it.
   template <class Tile>
   using ReadA = ReadRowsOfA<A, Tile>;
   template <class Tile>
@@ -182,7 +185,8 @@ struct FloatProduct {
   template <bool kIsTransposed>
   CUTE_DEVICE static void multiply(float (&c)[4], const A& a, const B& b, int block) {
     if constexpr (kSplit) {
-      // Tensor cores truncate sums, while float32 addition rounds: so tensor cores sum up only one k-step at a time.
+      // Tensor cores truncate sums, while float32 addition rounds them. So tensor cores add up the products of only one
+      // k-step at a time, and float32 additions add up the k-steps.
       float sum[4] = {};
       multiply(sum, kIsTransposed ? a.high : a.low, kIsTransposed ? b.low : b.high, block);
       multiply(sum, kIsTransposed ? a.low : a.high, kIsTransposed ? b.high : b.low, block);
@@ -201,13 +205,13 @@ struct FloatProduct {
   }
 };
 
-/// c += a * b: `kRows` blocks of 16 rows, `kColumns` blocks of 16 columns, `kSteps` k-steps.
+/// Computes c += a * b, for `kRows` blocks of 16 rows, `kColumns` blocks of 16 columns and `kSteps` k-steps.
 ///
-/// If `kIsTransposed`, results are bitwise equal to the product with operands A and B exchanged.
+/// If `kIsTransposed`, results are bitwise equal to results without `kIsTransposed` with operands A and B exchanged.
 ///
 /// Args:
-///   read_a: fills an operand, given a row block and a step.
-///   read_b: fills an operand, given a column block and a step.
+///   read_a: fills an operand A, given a row block and a step.
+///   read_b: fills an operand B, given a column block and a step.
 template <class Product, int kRows, int kColumns, int kSteps, bool kIsTransposed = false, class ReadA, class ReadB>
 CUTE_DEVICE void accumulate(float (&c)[kRows][2 * kColumns][4], const ReadA& read_a, const ReadB& read_b) {
   CUTE_UNROLL

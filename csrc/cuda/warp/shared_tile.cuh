@@ -8,11 +8,14 @@
 
 namespace natten_jax {
 
-/// Rows of `kRowBytes`, swizzled: 16-byte chunks are permuted so that the same chunk of eight consecutive rows, or two
-/// neighboring chunks of every second one of eight rows, lie in different banks.
+/// Tile of rows of `kRowBytes` bytes, swizzled: the 16-byte chunks of a row are permuted. These groups of eight chunks
+/// lie in different banks:
 ///
-/// cute::Swizzle permutes in the same way, but then the compiler computes row permutations that are constants here: the
-/// backward kernel for heads of 128 has 5120 instructions with it and 5024 without.
+/// - the same chunk of eight consecutive rows;
+/// - if rows have at least 128 bytes, two neighboring chunks of the even or the odd rows of eight consecutive rows.
+///
+/// cute::Swizzle permutes in the same way, but with it the compiler computes row permutations that are constants here:
+/// the backward kernel for heads of 128 dimensions has 5120 instructions with it and 5024 without.
 template <int kRowBytes_>
 struct SharedTile {
   static constexpr int kRowBytes = kRowBytes_;
@@ -20,7 +23,7 @@ struct SharedTile {
   static constexpr int kPermuted = kChunks < 8 ? kChunks : 8;
   static_assert(kChunks % kPermuted == 0 && (kPermuted & (kPermuted - 1)) == 0);
 
-  /// Number that is XORed with the chunk numbers of a row.
+  /// Number that is XORed with the chunk indices of a row.
   CUTE_HOST_DEVICE static constexpr int permutation(int row) { return (row & 7) / (8 / kPermuted); }
 
   /// Offset of a chunk in bytes.
@@ -28,12 +31,14 @@ struct SharedTile {
     return row * kRowBytes + ((chunk ^ permutation(row)) << 4);
   }
 
-  /// Address of the chunk `rows` below the chunk at `address`. The sum of both row numbers must equal their bitwise or.
+  /// Address of the chunk that is `rows` rows after the chunk at `address`. No bit may be set both in `rows` and in the
+  /// row number of the chunk at `address`.
   CUTE_HOST_DEVICE static constexpr std::uint32_t later_row(std::uint32_t address, int rows) {
     return (address ^ (permutation(rows) << 4)) + rows * kRowBytes;
   }
 
-  /// Base address of a lane. Rows in multiples of 8 and chunks in multiples of 2 can be added to it.
+  /// Base address of a lane. `at` returns the address that is `rows` rows and `chunks` chunks after it. `rows` must be
+  /// a multiple of 8, and `chunks` a multiple of 2.
   struct Lane {
     std::uint32_t base;
 
@@ -45,8 +50,8 @@ struct SharedTile {
   };
 };
 
-/// Loads four 8x8 matrices of 16-bit elements, or 8x4 of 32-bit elements; lane i passes the address of a row of matrix
-/// i / 8.
+/// Loads four matrices, each of 8x8 elements of 16 bits or 8x4 elements of 32 bits. Lane 8 * m + r passes the address
+/// of row r of matrix m.
 CUTE_DEVICE void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
   cute::SM75_U32x4_LDSM_N::copy(chunk_at(address), r[0], r[1], r[2], r[3]);
 }
@@ -55,7 +60,7 @@ CUTE_DEVICE void load_matrices_transposed(std::uint32_t (&r)[4], std::uint32_t a
   cute::SM75_U16x8_LDSM_T::copy(chunk_at(address), r[0], r[1], r[2], r[3]);
 }
 
-/// Stores matrices, which requires compute capability 9.0.
+/// Stores four matrices of 8x8 elements of 16 bits. Requires compute capability 9.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 inline constexpr bool kStoresMatrices = true;
 CUTE_DEVICE void store_matrices(std::uint32_t address, const std::uint32_t (&r)[4]) {
