@@ -83,12 +83,12 @@ class PerformanceArguments(_CommonArguments, total=False):
         kv_tile_shape: Key/value tile of the forward pass.
         backward_q_tile_shape: Query tile of the backward pass.
         backward_kv_tile_shape: Key/value tile of the backward pass.
-        backward_kv_splits: The product over the token dimensions is the number of thread blocks that share the
-            key/value tiles of a head and dilation group in the backward pass.
+        backward_kv_splits: The product of the values of all token dimensions is the number of thread blocks that share
+            the key/value tiles of a head and dilation group in the backward pass.
         backward_use_xla_reduction: Let XLA compute the sums of ``out * d_out`` over the features, which the backward
             pass needs.
-        backward_deterministic: Make gradients bitwise reproducible. This can slow down two backends: ``hopper``, which
-            otherwise accumulates the query gradient in an arbitrary order, and ``cutlass``, where
+        backward_deterministic: Make gradients bitwise reproducible. This can slow down two backend families:
+            ``hopper``, which otherwise accumulates the query gradient in an arbitrary order, and ``cutlass``, where
             ``backward_kv_splits`` becomes 1.
         memory_usage_preference: Limit on the scratch memory of the backward pass, for backends that can trade memory
             for speed: ``"strict"`` (64 MiB), ``"default"`` (1 GiB) or ``"unrestricted"``. If the whole batch exceeds

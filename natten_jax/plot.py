@@ -58,8 +58,8 @@ def window_mask(
         dilation: Distance between neighboring tokens of a window.
         is_causal: Mask out the keys after the query.
         edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
-            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
-            ``dilation`` must divide the extent.
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other
+            end, and requires that ``dilation`` divides the extent.
 
     Returns:
         Boolean array with the shape ``layout``.
@@ -105,8 +105,8 @@ def plot_window(
         dilation: Distance between neighboring tokens of a window.
         is_causal: Mask out the keys after the query.
         edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
-            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
-            ``dilation`` must divide the extent.
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other
+            end, and requires that ``dilation`` divides the extent.
         ax: Matplotlib axes to draw on; ``None`` creates a figure.
         title: Title of the plot. ``None`` uses a description of the window.
 
@@ -163,8 +163,8 @@ def plot_windows(
         dilation: Distance between neighboring tokens of a window.
         is_causal: Mask out the keys after the query.
         edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
-            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
-            ``dilation`` must divide the extent.
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other
+            end, and requires that ``dilation`` divides the extent.
         ax: Matplotlib axes to draw on; ``None`` creates a figure.
         title: Title of the plot. ``None`` uses a description of the windows.
 

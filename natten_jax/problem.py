@@ -231,8 +231,8 @@ def problem_of(
         dilation: Distance between neighboring tokens of a window.
         is_causal: Mask out the keys after the query.
         edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
-            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
-            ``dilation`` must divide the extent.
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other
+            end, and requires that ``dilation`` divides the extent.
         operator: ``"fna"``, or ``"fmha"`` for ``attention``.
         kv_layout: Key/value tokens per dimension. ``None`` means ``layout``. Only ``attention`` allows another layout.
         batch: Batch size.

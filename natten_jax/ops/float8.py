@@ -87,7 +87,7 @@ def quantize(
 
     Returns:
         The array, its scale ``[]``, ``[batch, heads]`` or ``[batch, *blocks, heads]``, and the mean. If all elements
-        that share a scale are zero, the scale is 1. If one of them is infinite or NaN, all of them dequantize to NaN.
+        that share a scale are zero, the scale is 1. If one element is infinite or NaN, all of them dequantize to NaN.
 
     Raises:
         ValueError: A value, shape or element type breaks a rule above.
@@ -197,7 +197,7 @@ def factors_per_token(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
         factors: The scales per block.
         shape: The shape of the array that was quantized.
     """
-    factors = replicated(factors)  # shards and blocks may have different boundaries
+    factors = replicated(factors)  # the boundaries of shards and of blocks can differ
     for axis, extent in enumerate(shape[1:-2], start=1):
         token = np.arange(extent) // math.ceil(extent / factors.shape[axis])
         factors = jnp.take(factors, token, axis=axis)
@@ -262,8 +262,8 @@ def float8_operands(
 
     The function is ``None`` if the arrays are not 8-bit and the call does not quantize them.
 
-    Scales of queries and of keys that are given per head are multiplied into the factor of the logits. Scales of values
-    that are given per head are multiplied into the output. Scales per block are passed to the backends.
+    Per-head scales of queries and keys are multiplied into the factor of the logits. Per-head scales of values are
+    multiplied into the output. Per-block scales are passed to the backends.
 
     Args:
         problem: The problem.

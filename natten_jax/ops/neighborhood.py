@@ -101,7 +101,7 @@ class NeighborhoodAttention(Protocol):
 def _operator(function: Callable[..., Any]) -> NeighborhoodAttention:
     """Decorate an operator so that unknown keyword arguments are reported before missing arguments.
 
-    The overloads of the operator's static type determine the type of the result from ``return_lse``.
+    For type checkers, ``return_lse`` determines the type of the operator's result.
     """
     return cast(NeighborhoodAttention, reject_unknown_kwargs(PerformanceArguments.__annotations__)(function))
 
@@ -146,8 +146,8 @@ def na2d(
     ``dilation`` increases the distance between the tokens of a window, and ``is_causal`` masks out the keys after the
     query. :mod:`natten_jax.windows` defines the windows exactly.
 
-    An argument per dimension takes 2 values, or a single one. The values can also be given as a NumPy array, or as a
-    JAX array that is not traced.
+    Arguments that can differ per dimension take 2 values, or a single one. The values can also be given as a NumPy
+    array, or as a JAX array that is not traced.
 
     Arguments by subject, and the guide to each subject:
 
@@ -182,14 +182,14 @@ def na2d(
             of the layout.
         is_causal: Mask out the keys after the query.
         edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
-            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
-            ``dilation`` must divide the extent.
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other
+            end, and requires that ``dilation`` divides the extent.
         clamp_window: Reduce a window that does not fit the layout to the largest window that fits, instead of raising
             an error (:func:`natten_jax.windows.fitted`). A stride that exceeds the reduced window is also reduced.
-        query_origin: Coordinates of the first query in the layout of the keys. The layout of the queries can then be
-            smaller than the layout of the keys. An int per token dimension, or an int32 array ``[rank]`` or
-            ``[batch, rank]``. With a traced array, one compiled program serves all origins. Traced values are clamped
-            into range as by :func:`jax.lax.dynamic_slice`; concrete values must be in range.
+        query_origin: Coordinates of the first query in the layout of the keys. With an origin, the layout of the
+            queries can be smaller than the layout of the keys. An int per token dimension, or an int32 array ``[rank]``
+            or ``[batch, rank]``. With a traced array, one compiled program serves all origins. Traced values are
+            clamped into range as by :func:`jax.lax.dynamic_slice`; concrete values must be in range.
         extents: int32 ``[batch, rank]``. Number of valid tokens in each dimension of the layout. The tokens after them
             are padding. Traced values are clamped into range; concrete values must be in range. If a window does not
             fit the extents of a batch entry, it is reduced to the largest window that fits. Padding gets an output of
@@ -201,10 +201,10 @@ def na2d(
             For float64 inputs, only the number itself must be finite. An array can be learned. Kernels read it
             in float32 (in float64 for float64 inputs). Traced values give NaN if they would be invalid as numbers. A
             concrete array without dimensions is treated as a number.
-        relative_bias: ``[heads, 2 * kernel_size - 1, ...]`` with one dimension per token dimension after the heads, in
-            a floating point dtype. Bias of each offset of a key from a query, where one step of an offset is
-            ``dilation`` tokens. The bias with the index ``offset + kernel_size - 1`` in each dimension is added to the
-            scaled logit. Logits of additional keys do not get a bias.
+        relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype. The head dimension is followed
+            by one dimension per token dimension. The bias of a logit depends on the offset of the key from the query,
+            in steps of ``dilation`` tokens: the bias with the index ``offset + kernel_size - 1`` in each dimension is
+            added to the scaled logit. Logits of additional keys do not get a bias.
         key_bias: ``[batch, height, width]`` or ``[batch, heads, height, width]``, in a floating point dtype. The bias
             of a key is added to all scaled logits of the key. A bias of ``0.5 * finfo(dtype).min`` or less, such as
             ``-inf``, masks the key out. A bool array masks out the keys at ``False``. A query whose keys are all masked
@@ -235,8 +235,8 @@ def na2d(
             not call :func:`attention`.
         try_fuse_additional_kv: If True, process additional keys in the kernel that processes the windows, if the
             backend supports this. If False, process them in a second attention call, and merge both results. ``None``
-            is False if ``attention_kwargs`` has options for the second call. Otherwise it is True, because a single
-            kernel was faster on every backend (``bench/``).
+            means False if ``attention_kwargs`` has options for the second call. Otherwise ``None`` means True, because
+            a single kernel was faster on every backend (``bench/``).
         **performance: Tiles, schedules, memory and determinism, as in
             :class:`natten_jax.performance.PerformanceArguments`.
 

@@ -61,8 +61,8 @@ def neighborhood_weights(
         dilation: Distance between neighboring tokens of a window.
         is_causal: Mask out the keys after the query.
         edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
-            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
-            ``dilation`` must divide the extent.
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other
+            end, and requires that ``dilation`` divides the extent.
         scale: Factor of the logits: a number, or an array with the shape ``[]`` or ``[heads]``. ``None`` is
             ``head_dim ** -0.5``.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype. It is added to the scaled
@@ -132,7 +132,7 @@ def neighborhood_apply(
 ) -> jax.Array:
     """Compute the weighted sum of the values in each query's window.
 
-    The weights are for example those from :func:`neighborhood_weights`. The function is plain JAX and differentiable.
+    :func:`neighborhood_weights` returns suitable weights. The function is plain JAX and differentiable.
 
     Example:
         >>> import jax.numpy as jnp
@@ -151,8 +151,8 @@ def neighborhood_apply(
         dilation: Distance between neighboring tokens of a window.
         is_causal: Mask out the keys after the query.
         edges: Boundary mode of windows that extend beyond an end of the layout. ``"shift"`` moves the window back
-            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end;
-            ``dilation`` must divide the extent.
+            inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other
+            end, and requires that ``dilation`` divides the extent.
 
     Returns:
         ``[batch, *layout, heads, head_dim_v]`` in the dtype of the values.
@@ -198,9 +198,10 @@ def neighborhood_apply(
 
 
 class _WindowEntries(NamedTuple):
-    """The ``n``-th entry of every query's window, for one ``n``. It contains a key, unless the window has fewer keys.
+    """The ``n``-th entry of every query's window, for one ``n``.
 
-    Each attribute has one array per token dimension, with a number for each coordinate of a query.
+    An entry contains a key, or is empty because the window has fewer than ``prod(kernel_size)`` keys. Each attribute
+    has one array per token dimension, with an element for each coordinate of a query.
 
     Attributes:
         keys: int32 ``[extent]``. Coordinate of the key, or of the window's first key if the entry is empty.

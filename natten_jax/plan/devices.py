@@ -135,7 +135,7 @@ def device_of(array: jax.Array) -> Device:
 
 
 def _device_for_platform(platform: str) -> Device:
-    """Return the kind of this process's devices on a platform, where ``"gpu"`` means CUDA or ROCm."""
+    """Return the kind of this process's devices on a platform. The platform ``"gpu"`` is CUDA or ROCm."""
     if platform == "gpu":
         platform = "cuda" if _cuda_devices() else "rocm"
     return lowering_target(platform)
@@ -145,7 +145,8 @@ def lowering_targets() -> Mapping[str, Device]:
     """Map each platform to the kind of device that a program can be lowered for.
 
     The first platform is the platform of this thread's default device. The other entries are needed because a program
-    can also be exported for devices that this process does not have. Only their platform is known.
+    can also be exported for devices that this process does not have. For such devices, only
+    the platform is known.
     """
     try:
         first = default_device().platform

@@ -5,7 +5,7 @@ A plan is made once. All code that runs the pass or predicts its time reads the 
 A plan is stored as JSON in the metadata of the compiled program (:meth:`Plan.payload`). The profiler reads it there.
 All operations of a pass carry a short name of the plan. If possible, only a single operation carries the plan itself,
 because a plan has hundreds of characters, and a pass in plain JAX has hundreds of operations. XLA must not remove this
-operation (:func:`carrying_plan`). Otherwise, all operations carry the plan (``on_all``).
+operation (:func:`carrying_plan`). If there is no such operation, all operations carry the plan (``on_all``).
 """
 
 from __future__ import annotations
