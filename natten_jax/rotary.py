@@ -1,7 +1,8 @@
 """Rotary position embeddings for sequences, images and videos.
 
-Pairs of features of queries and keys are rotated by angles proportional to the token's coordinates, so that the logit
-of a query and a key depends on their distance and direction. Each token dimension rotates separate features.
+The features of queries and keys are rotated in pairs. The angle of a pair is proportional to one coordinate of the
+token. Logits therefore depend on positions only through the difference between the coordinates of query and key. Each
+token dimension has its own feature pairs.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def rotary_angles(
     positions: Sequence[ArrayLike] | None = None,
     theta: float = 10000.0,
 ) -> jax.Array:
-    """Return the angles by which each token's feature pairs are rotated.
+    """Return the rotation angle of each feature pair of each token.
 
-    Pair ``i`` of a dimension with ``n`` features rotates by ``position * theta ** (-2 * i / n)`` radians.
+    For a token dimension with ``n`` features, the angle of pair ``i`` is ``position * theta ** (-2 * i / n)`` radians.
 
     Example:
         >>> from natten_jax.rotary import rotary_angles
@@ -38,20 +39,20 @@ def rotary_angles(
         (30, 48, 80, 64)
 
     Args:
-        layout: Tokens per dimension.
-        head_dim: Width of query and key heads.
-        features: Features of a head that each dimension rotates: even numbers whose sum is at most ``head_dim``; the
-            remaining features are not rotated. ``None`` distributes all features equally, with the remainder for the
-            first dimension.
-        positions: For each dimension, positions ``[extent]`` of its tokens, not necessarily integers; ``None`` counts
-            from 0.
-        theta: Base of the angles.
+        layout: Number of tokens per dimension.
+        head_dim: Features per head of queries and keys.
+        features: Number of features of a head that each dimension rotates. The numbers must be even, and their sum at
+            most ``head_dim``. The remaining features are not rotated. ``None`` distributes all features equally over
+            the dimensions, and gives the remainder to the first.
+        positions: Arrays ``[extent]``, one per dimension, with the positions of the tokens along the dimension.
+            Positions need not be integers. ``None`` counts from 0.
+        theta: Base of the power in the formula above.
 
     Returns:
         ``[*layout, sum(features) // 2]``, float32.
 
     Raises:
-        ValueError: A value breaks a rule above.
+        ValueError: The value of an argument is not supported.
         TypeError: An argument is of the wrong type.
     """
     extents = int_tuple("layout", layout, len(layout), repeat=False)
@@ -86,15 +87,16 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
 
     Args:
         tokens: ``[..., *layout, heads, head_dim]``, queries or keys.
-        angles: ``[*layout, pairs]`` of :func:`rotary_angles`; features after the first ``2 * pairs`` are not rotated.
-        interleaved: A pair is two neighboring features (as in FLUX or Wan). Otherwise it is feature ``i`` and ``pairs +
-            i`` (as in GPT-NeoX).
+        angles: ``[*layout, pairs]``, from :func:`rotary_angles`. Only the first ``2 * pairs`` features are rotated.
+        interleaved: True if pair ``i`` consists of the features ``2 * i`` and ``2 * i + 1`` (as in FLUX or Wan). False
+            if it consists of the features ``i`` and ``pairs + i`` (as in GPT-NeoX).
 
     Returns:
-        An array of the shape and type of ``tokens``; computed in float32 or better.
+        An array with the shape and element type of ``tokens``. The rotation is computed in float32, or float64 for
+        float64 ``tokens``.
 
     Raises:
-        ValueError: The shapes disagree.
+        ValueError: The shapes of ``tokens`` and ``angles`` do not match.
         TypeError: An argument is not an array.
     """
     tokens, angles = as_jax_array("tokens", tokens), as_jax_array("angles", angles)
@@ -120,7 +122,7 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
 
 
 def _shares(features: Sequence[int] | None, head_dim: int, rank: int) -> tuple[int, ...]:
-    """Return how many features each dimension rotates: the given numbers after checks, or equal shares."""
+    """Return the number of features that each dimension rotates: ``features`` after checks, or equal shares."""
     if features is None:
         if head_dim % 2:
             raise ValueError(f"head_dim must be even, because features turn in pairs, got {head_dim}; or give features")

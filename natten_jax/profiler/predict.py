@@ -1,4 +1,8 @@
-"""Configurations of a problem and their predicted times: ``--dry-run`` lists them, ``--simulate`` explains one."""
+"""Dry runs and simulations, which need no measurement.
+
+``--dry-run`` lists the configurations of a problem with predicted times. ``--simulate`` predicts the time of one
+configuration, and prints the quantities behind the prediction.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ from natten_jax.profiler.options import Options
 from natten_jax.profiler.report import Table, context, digits, format_time, print_lines, print_table, problem_line
 from natten_jax.simulator import DilationRecommendation, Recommendation, Simulation, SplitTime
 
-#: Note on predicted times of TPUs.
+#: Line below predicted times of TPUs.
 STATIC = "Times are static estimates from the published figures of the chip, not measurements on a TPU."
 
-#: Line above the multidimensional tiles of neighborhood attention, if the problem is self attention.
+#: A dry run of self attention also lists the multidimensional tiles of neighborhood attention, below this line.
 _WINDOWS = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
 
-#: Number of tile pairs, fastest first, that are tried with each dilation.
+#: Number of tile pairs that are tried with each dilation. The fastest pairs are tried.
 _PAIRS_TO_DILATE = 16
 
 
@@ -33,14 +37,14 @@ _PAIRS_TO_DILATE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Configurations of a backend for one pass on a device.
+    """Configurations that a backend offers for one pass of a problem on a device.
 
     Attributes:
         backend: The backend.
         pass_: The pass.
         problem: The problem.
         device: The device.
-        pairs: Query and key/value tiles, best first.
+        pairs: Pairs of a query tile and a key/value tile, best first.
         schedules: Kernel schedules, default first; empty if the backend has only one.
     """
 
@@ -53,12 +57,12 @@ class Listing:
 
     @property
     def calibration(self) -> simulator.Calibration | None:
-        """Time model, or ``None``."""
+        """Time model of the backend on the device. ``None`` if it was not calibrated."""
         return simulator.calibration_for(self.backend.family, self.device.compute_capability)
 
     @property
     def static_chip(self) -> TpuChip | None:
-        """TPU whose published rates predict the time, or ``None`` for a time model from measurements."""
+        """TPU whose published rates predict the time. ``None`` for other platforms, which use :attr:`calibration`."""
         platform = backends.by_id(self.backend).capabilities.platform
         return chip_of(self.device) if platform is not None and platform.name == "tpu" else None
 
@@ -71,14 +75,14 @@ class Listing:
         return [f"Predicted times of {self.backend.family}-*: from arithmetic, not measured."]
 
     def simulate(self, pair: TilePair) -> Simulation:
-        """Count the tiles of a pair, and predict its time if there is a time model."""
+        """Count the tiles that the pass computes with a pair, and predict the time if there is a time model."""
         found = simulator.simulate(self.problem, pair, self.pass_, calibration=self.calibration)
         chip = self.static_chip
         return found if chip is None else dataclasses.replace(found, seconds=chip.seconds(found))
 
 
 def candidates(options: Options) -> tuple[Backend, ...]:
-    """Return the named backend, or all backends."""
+    """Return the backend that the options name, or all backends if they name none."""
     request = options.main_request
     if request.backend is None:
         return backends.registered()
@@ -86,7 +90,7 @@ def candidates(options: Options) -> tuple[Backend, ...]:
 
 
 def listings(options: Options, problem: Problem, device: Device) -> list[Listing]:
-    """Return the configurations of every candidate that supports a problem on the device, by pass."""
+    """Return a listing of each pass for each candidate backend that supports the problem on the device."""
     return [
         listing(backend, problem, device, pass_)
         for backend in candidates(options)
@@ -97,7 +101,7 @@ def listings(options: Options, problem: Problem, device: Device) -> list[Listing
 
 
 def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> Listing:
-    """Return the configurations of one backend for one pass."""
+    """Return the configurations that one backend offers for one pass."""
     schedules = tuple(map(str, backend.capabilities.schedules.get(pass_, ())))
     id_ = BackendId(backend.family, problem.operator)
     pairs = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
@@ -105,7 +109,7 @@ def listing(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> 
 
 
 def tile_text(tile: tuple[int, ...]) -> str:
-    """Return ``(4, 4, 8)``, or a number for one dimension."""
+    """Return text such as ``(4, 4, 8)``. A tile with one dimension becomes a number without parentheses."""
     return str(tile[0]) if len(tile) == 1 else f"({', '.join(map(str, tile))})"
 
 
@@ -116,12 +120,13 @@ def print_dry_run(options: Options, device: Device) -> tuple[dict[str, Any], boo
     """Print the configurations of every backend that supports the problem.
 
     Returns:
-        Every configuration with its simulation as JSON values if ``--json`` needs them, and True if there is one.
+        The results as JSON values, and True if a backend supports the problem. The results contain the configurations
+        only if the options write a JSON file.
     """
     main, problem = options.main_request.problem, options.problem
     problems, families = [main], {backend.family for backend in candidates(options)}
     if problem.is_attention and (options.fmha_backend is None or options.backend is not None):
-        # Tiles of attention have one dimension. Users who will choose a window next need multidimensional tiles.
+        # Tiles of self attention have one dimension. Users who plan to add a window need the multidimensional tiles.
         problems.append(problem)
     print_lines([problem_line(options), f"Device: {device}"])
     configurations, rejections, is_supported = [], dict[str, str](), False
@@ -185,7 +190,7 @@ def _configuration_json(listing: Listing, pair: TilePair) -> dict[str, Any]:
 
 
 def print_simulation(options: Options, device: Device) -> dict[str, Any]:
-    """Simulate the passes, with the tiles of the options or the backend's default tiles, and print the results.
+    """Simulate each pass, and print the results. Tiles that the options do not set are the backend's defaults.
 
     Returns:
         The results as JSON values.
@@ -233,7 +238,10 @@ def print_simulation(options: Options, device: Device) -> dict[str, Any]:
 
 
 def _split_time(options: Options, device: Device, pass_: Pass) -> SplitTime | None:
-    """Return the time of a pass on several devices, from the plan for one device's share of batch and heads."""
+    """Predict the time of a pass that is split over devices, or return ``None`` without a time model.
+
+    The prediction uses the plan of one device, which has the device's share of batch and heads.
+    """
     request = dataclasses.replace(options.sub_calls_per_device()[0].request, parts=options.token_parts())
     plan = select.resolve(request, device, pass_)
     calibration = simulator.calibration_for(plan.backend.family, device.compute_capability)
@@ -255,7 +263,7 @@ def _values(simulation: Simulation) -> dict[str, Any]:
 
 
 def _quantities(offered: Listing, simulation: Simulation) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the table."""
+    """Yield the rows of the simulation's table: names of quantities and their values."""
     problem, counts = simulation.problem, simulation.counts
     yield "backend", str(offered.backend)
     yield "query tile", tile_text(simulation.pair[0])
@@ -276,7 +284,7 @@ def _quantities(offered: Listing, simulation: Simulation) -> Iterator[tuple[str,
 
 
 def _split_lines(options: Options, on_one: Simulation, time: SplitTime | None) -> Iterator[str]:
-    """Yield the lines about a pass on several devices."""
+    """Yield lines about the predicted time of a pass that is split over devices."""
     line = f"On {options.describe_split()}: the {on_one.pass_} pass"
     if time is None or on_one.seconds is None:
         yield f"{line} was not calibrated."
@@ -299,7 +307,7 @@ def _split_lines(options: Options, on_one: Simulation, time: SplitTime | None) -
 def _advice(
     forward: Simulation, stride: Recommendation | None, dilation: DilationRecommendation | None
 ) -> Iterator[str]:
-    """Yield a sentence about the stride, and one about the dilation."""
+    """Yield sentences that recommend a stride and a dilation, or that state why none is recommended."""
     if forward.counts.is_fully_block_sparse:
         yield "No tile of the forward pass needs a mask: the mask is fully block-sparse."
     elif stride is not None:

@@ -1,6 +1,7 @@
-"""Compiled programs, read from HLO protos: instructions, their scopes, and the plans that they are marked with.
+"""Compiled programs, read from HLO protos: each instruction with its scope and the plan of its pass.
 
-JAX returns compiled programs as serialized protocol buffers, and traces contain the programs that ran.
+An HLO proto is a serialized protocol buffer. JAX returns it for a compiled program, and a trace contains the HLO protos
+of the programs that ran.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import jax
 from natten_jax.plan.devices import default_jax_device
 from natten_jax.plan.plan import NAME_ATTRIBUTE, PLAN_ATTRIBUTE, Plan
 
-# Messages: names and types of the fields that are read, by their numbers in ``hlo.proto`` and ``xplane.proto``.
-# Brackets mark repeated fields.
+# Messages of ``hlo.proto`` and ``xplane.proto``: number of a field -> name and type. Only these fields are read. The
+# type of a repeated field is in brackets.
 _Message = dict[int, tuple[str, Any]]
 _ENTRY: _Message = {1: ("key", str), 2: ("value", str)}
 _INSTRUCTION: _Message = {
@@ -34,10 +35,11 @@ _EVENT: _Message = {1: ("key", int), 2: ("value", {5: ("stats", [{1: ("metadata"
 _STAT: _Message = {1: ("key", int), 2: ("value", {2: ("name", str)})}
 _TRACE: _Message = {1: ("planes", [{4: ("events", [_EVENT]), 5: ("stats", [_STAT])}])}
 
-# Instructions that only run other instructions.
+# Opcodes of instructions that only run other instructions.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
 
-# Kinds of fields in the wire format: integers, and bytes of a fixed size. Any other field begins with its size.
+# Wire types of fields in a protocol buffer. ``_VARINT`` is the type of integers with a variable length. ``_SIZES`` maps
+# types of a fixed size to the number of bytes. A field of another type begins with its number of bytes.
 _VARINT, _SIZES = 0, {1: 8, 5: 4}
 
 
@@ -47,10 +49,10 @@ class Instruction:
 
     Attributes:
         opcode: ``"fusion"``, ``"custom-call"``, ``"copy"``, ...
-        scope: Path of scopes in the traced function, ending in the name of a JAX primitive.
+        scope: Scope path in the traced function. Its last part is the name of a JAX primitive.
         target: Target of a custom call; empty for other instructions.
         plan: Plan of the natten_jax pass that the instruction belongs to, or ``None``.
-        fused: Opcodes inside a fusion.
+        fused: Opcodes of the instructions inside a fusion or an asynchronous instruction.
     """
 
     opcode: str = ""
@@ -66,8 +68,8 @@ class Program:
 
     Attributes:
         module: Name of the program in the events of a trace.
-        instructions: Instructions by name.
-        devices: Number of devices of this process that run it.
+        instructions: Name of an instruction -> the instruction.
+        devices: Number of this process's devices that run the program.
     """
 
     module: str
@@ -86,11 +88,13 @@ class Program:
         module = _decode(proto, _MODULE)
         computations = {each["id"]: each["instructions"] for each in module["computations"]}
         every = [each for inside in computations.values() for each in inside]
-        # Every instruction of a pass has the name of its plan, and one instruction has the plan.
+        # Every instruction of a pass has an attribute with the name of the plan. One of these instructions also has an
+        # attribute with the plan.
         plans: dict[str, Plan] = {}
         for each in every:
             each["marks"] = {entry["key"]: entry["value"] for entry in each["attributes"]["map"]}
-            # Most instructions lack these attributes, and another version of the package may have written a payload.
+            # KeyError: most instructions lack these attributes. ValueError: another version of the package wrote the
+            # plan.
             with contextlib.suppress(KeyError, ValueError):
                 plans[each["marks"][NAME_ATTRIBUTE]] = Plan.from_payload(each["marks"][PLAN_ATTRIBUTE])
         instructions = {}
@@ -105,34 +109,36 @@ class Program:
         return cls(module["name"], instructions, devices)
 
     def is_module(self, name: str) -> bool:
-        """Return True if an event's module is this program. Traces may append the program's number in parentheses."""
+        """Return True if the module name of an event, which may end with a number in parentheses, is this program's."""
         return name.partition("(")[0] == self.module
 
     def instruction(self, name: str) -> Instruction:
-        """Return the instruction of that name, or an empty one."""
+        """Return the instruction with a name, or an empty instruction if the program lacks the name."""
         return self.instructions.get(name, Instruction())
 
     def is_container(self, name: str) -> bool:
-        """Return True if the instruction only runs other instructions."""
+        """Return True if the instruction with this name only runs other instructions."""
         return self.instruction(name).opcode in _CONTAINERS
 
 
 def compile_for_trace(function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
-    """Compile a function for the default device so that a trace attributes every kernel to its instruction.
+    """Compile a function for the default device, so that a trace names the instruction of every kernel.
 
-    A command buffer (CUDA graph) is one launch in a trace: its kernels would lose the names of their instructions.
+    Command buffers (CUDA graphs) are disabled: a trace shows each as one launch, without the instructions of its
+    kernels.
     """
     is_gpu = default_jax_device().platform == "gpu"
     options: dict[str, Any] | None = {"xla_gpu_enable_command_buffer": ""} if is_gpu else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # raised by modules that a baseline imports
+        warnings.simplefilter("ignore", DeprecationWarning)  # warnings of modules that a baseline imports
         return jax.jit(function).lower(*arguments).compile(compiler_options=options)
 
 
 def programs_in_trace(trace: bytes) -> dict[int, Program]:
-    """Return the programs in a valid ``*.xplane.pb`` file, by the number that events carry.
+    """Return the compiled programs in a valid ``*.xplane.pb`` file, by program number.
 
-    ``jax.profiler.ProfileData`` does not return them: they are metadata of a plane without events.
+    ``jax.profiler.ProfileData`` does not return these programs, because the file stores them as metadata of a plane
+    without events.
     """
     found: dict[int, Program] = {}
     for plane in _decode(trace, _TRACE)["planes"]:
@@ -145,7 +151,7 @@ def programs_in_trace(trace: bytes) -> dict[int, Program]:
 
 
 def _decode(data: Any, type_: Any) -> Any:
-    """Return a value of a serialized protocol buffer. Messages become dictionaries, with defaults for absent fields."""
+    """Decode a field of a serialized protocol buffer. A message becomes a dictionary; absent fields get defaults."""
     if not isinstance(type_, dict):
         return data.decode(errors="replace") if type_ is str else data or type_()
     message = {name: [] if isinstance(each, list) else _decode(b"", each) for name, each in type_.values()}
@@ -165,7 +171,7 @@ def _decode(data: Any, type_: Any) -> Any:
 
 
 def _packed(data: bytes) -> Iterator[int]:
-    """Yield the integers of a packed field."""
+    """Yield the integers of a packed repeated field."""
     position = 0
     while position < len(data):
         number, position = _varint(data, position)
@@ -173,7 +179,7 @@ def _packed(data: bytes) -> Iterator[int]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return the integer at a position, and the position after it."""
+    """Return the variable-length integer that starts at a position, and the position after this integer."""
     value = shift = 0
     while data[position] >= 128:
         value |= (data[position] & 127) << shift

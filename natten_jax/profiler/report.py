@@ -26,16 +26,16 @@ from natten_jax.version import __version__
 
 Cells = tuple[str, ...]
 
-#: Largest width of tables and lines.
+#: Maximum width of tables and lines, in characters.
 WIDTH = 100
 
-#: Titles of the columns for a row's name, and of the columns for its figures.
+#: Column titles of a table of rows: ``_NAMES`` for the parts of a row's name, ``_COLUMNS`` for the row's measurements.
 _NAMES, _COLUMNS = ("Framework", "Kernel category", "Arch", "Operation"), ("# calls", "Runtime")
 
 #: Maximum number of rows of a table, unless all rows are requested.
 _MOST_ROWS = 20
 
-#: Rows of a chart below this share of the total are drawn without a color and omitted from the legend.
+#: A row with a smaller share of the total time is gray in a chart, and absent from the legend.
 _SMALL = 0.01
 
 
@@ -49,9 +49,9 @@ class Table:
     Attributes:
         title: Line above the table.
         columns: Names of the columns.
-        rows: A cell per column.
-        footer: Last row, separated. Default: no footer.
-        folded: Number of the column whose lines are wrapped if the table is too wide.
+        rows: Rows of the table. Each has one cell per column.
+        footer: Cells of a final row, such as the total. Default: no footer.
+        folded: Index of the column whose text is wrapped if the table is too wide.
     """
 
     title: str
@@ -62,8 +62,8 @@ class Table:
 
 
 def format_time(seconds: float) -> str:
-    """Return ``1.234s``, ``1.234ms`` or ``1.234us``."""
-    # The unit fits the rounded value, so that 1000.000us is never printed.
+    """Return text such as ``1.234s``, ``1.234ms`` or ``1.234us``."""
+    # The rounded value determines the unit. Otherwise, 999.9999us would be printed as 1000.000us, not as 1.000ms.
     for unit, scale in (("us", 1e6), ("ms", 1e3)):
         if round(seconds * scale, 3) < 1000:
             return f"{seconds * scale:.3f}{unit}"
@@ -71,7 +71,7 @@ def format_time(seconds: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Return three significant digits, or more for integers."""
+    """Return a number with three significant digits. Numbers from 1000 are rounded to an integer."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
@@ -84,7 +84,7 @@ def print_table(table: Table, file: TextIO | None = None) -> None:
     except ImportError:
         print_lines(_aligned(table), file)
         return
-    # Text is not parsed as markup: symbols may contain brackets.
+    # Brackets in a string would be parsed as markup, and symbols may contain brackets. Text objects are not parsed.
     rich_table = RichTable(title=Text(table.title))
     for i, column in enumerate(table.columns):
         excess: dict[str, Any] = {"overflow": "fold"} if i == table.folded else {"no_wrap": True}
@@ -114,17 +114,17 @@ def print_lines(lines: Iterable[str], file: TextIO | None = None) -> None:
             print(part, file=file)
 
 
-# Measurements on a terminal.
+# Results of measurements on a terminal.
 
 
 def print_report(result: Result, file: TextIO | None = None) -> None:
-    """Print the table and the lines below it."""
+    """Print the table of a measurement, and the summary below the table."""
     print_table(result_table(result), file)
     print_lines(_summary(result), file)
 
 
 def print_baseline(result: Result, baseline: Result) -> None:
-    """Print the baseline's table, and the speedup with its bound."""
+    """Print the table of a baseline, and the speedup over the baseline with its upper bound."""
     name, bound = baseline.options.backend, result.flop_bound_over(baseline)
     print_table(result_table(baseline, f"Baseline: {name}"))
     lines = [
@@ -146,14 +146,14 @@ def result_table(result: Result, title: str = "Profiler results") -> Table:
 
 
 def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _COLUMNS, steps: int = 1) -> Table:
-    """Return the table of some rows.
+    """Return a table of measured rows.
 
     Args:
         rows: The rows.
         title: Line above the table.
-        cut: Merge the rows with the least time if there are many.
-        columns: Titles of two or three columns: number of calls, time, and share of the time.
-        steps: Number of steps to average calls and times over.
+        cut: Merge the rows with the least time into one row if there are more than ``_MOST_ROWS``.
+        columns: Titles of the columns for the number of calls, the time, and (optional) the share of the total time.
+        steps: Divisor of calls and times, for averages per step.
     """
     total = sum(row.runtime for row in rows)
 
@@ -164,7 +164,7 @@ def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _
 
     kept, rest = list(rows), list[Row]()
     if cut and len(kept) > _MOST_ROWS:
-        # Collectives are merged last. JSON output always has every row.
+        # Rows of collectives are merged only after all other rows. JSON output always has every row.
         smallest = sorted(kept, key=lambda row: (row.name.category == "collective", row.runtime))
         rest = smallest[: len(kept) - _MOST_ROWS + 1]
         kept = [row for row in kept if row not in rest]
@@ -176,7 +176,7 @@ def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _
 
 
 def _summary(result: Result) -> Iterator[str]:
-    """Yield the lines below the table of a measurement."""
+    """Yield the lines that follow the table of a measurement."""
     options = result.options
     yield problem_line(options)
     devices = _name(default_jax_device()) + (f": {options.describe_split()}" if options.devices > 1 else "")
@@ -211,7 +211,7 @@ def _summary(result: Result) -> Iterator[str]:
 
 
 def problem_line(options: Options) -> str:
-    """Return a line that describes the problem of the options."""
+    """Return a line that describes the profiled problem."""
     problem = options.problem
     heads = "/".join(map(str, dict.fromkeys((problem.heads, problem.heads_kv))))
     dims = "/".join(map(str, dict.fromkeys((problem.head_dim, problem.head_dim_v))))
@@ -237,12 +237,12 @@ def _backends(chosen: dict[str, str]) -> str:
 
 
 def write_json(path: Path, results: Any) -> None:
-    """Write results as JSON, in ASCII; paths become strings."""
+    """Write results to a JSON file in ASCII. Paths become strings."""
     path.write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
-    """Write rows, with times in seconds, as comma-separated values; ``tables`` maps a name to its rows."""
+    """Write the rows of all tables to one CSV file, with times in seconds. ``tables`` maps table names to rows."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["table", "framework", "category", "arch", "operation", "calls", "median", "min", "max"])
@@ -253,7 +253,7 @@ def write_csv(path: Path, tables: dict[str, tuple[Row, ...]]) -> None:
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """Return a measurement as JSON values; times are in seconds."""
+    """Return a measurement as JSON values. Times are in seconds."""
     times, options, rows = result.totals, result.options, sum(row.runtime for row in result.rows)
     devices: dict[str, Any] = {"count": options.devices, "split": options.split, "busiest": result.busiest}
     devices["iteration_times"] = result.device_times
@@ -271,7 +271,7 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def _tiles_json(result: Result, pass_: Pass, pair: TilePair) -> dict[str, Any]:
-    """Return tile shapes, their sizes, and the number of thread blocks per multiprocessor, if known."""
+    """Return JSON values about a pass's tiles: shapes, tokens per tile, and thread blocks per SM (None if unknown)."""
     occupancy, model, problem = None, result.calibration(pass_), result.plans[pass_].problem
     if model is not None and not small_windows.is_for(model, problem, pass_, pair):
         kernel = model.kernel(problem, pair, pass_)
@@ -282,7 +282,7 @@ def _tiles_json(result: Result, pass_: Pass, pair: TilePair) -> dict[str, Any]:
 
 
 def comparison_json(result: Result, baseline: Result) -> dict[str, Any]:
-    """Return a baseline, and the speedup over it with its bound, as JSON values."""
+    """Return JSON values of a comparison: the baseline's measurement, the speedup over it, and the speedup's bound."""
     speedup, bound = result.speedup_over(baseline), result.flop_bound_over(baseline)
     return {"baseline": to_json(baseline), "speedup": speedup, "flop_bound": bound}
 
@@ -293,7 +293,7 @@ def rows_json(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
 
 
 def context(options: Options) -> dict[str, Any]:
-    """Return the JSON values of every result file: problem, flags, versions and device."""
+    """Return the JSON values that all result files contain: problem, flags, versions and device."""
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     return {
         "problem": dataclasses.asdict(options.problem),
@@ -304,7 +304,7 @@ def context(options: Options) -> dict[str, Any]:
 
 
 def _device_json() -> dict[str, Any]:
-    """Return the default device, with its architecture such as ``NVIDIA H200 (sm90)``."""
+    """Return JSON values about the default device. ``platform`` is text such as ``NVIDIA H200 (sm90)``."""
     try:
         device = default_jax_device()
     except NoDeviceError:
@@ -317,20 +317,20 @@ def _device_json() -> dict[str, Any]:
 
 
 def _name(device: jax.Device) -> str:
-    """Return the vendor's name of a device."""
+    """Return the product name of a device, followed by the platform in parentheses unless it is a CPU."""
     return device.device_kind if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"
 
 
 def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> None:
-    """Draw a bar per table, stacked from its rows.
+    """Draw a bar chart with one bar per table. Each row of the table is a segment of the bar.
 
     Args:
-        path: Image file; its suffix selects the format.
-        tables: Rows by the name of their table.
+        path: Image file. The suffix selects the format.
+        tables: Name of a table -> its rows.
         title: Line above the chart.
 
     Raises:
-        ValueError: matplotlib is not installed, or does not support the format.
+        ValueError: matplotlib is not installed, or it does not support the format of the file.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,8 +1,9 @@
-"""Search for the fastest configurations: of one problem (``--optimize``), and of the passes of a whole program.
+"""Search for the fastest configuration of one problem (``--optimize``), or of every problem in a program.
 
-The forward pass is searched first, then the backward pass together with the best forward pass. Each search measures
-many configurations briefly, in alternation in one trace, and then the best few for longer. Backends are compared by the
-total time of their best forward and backward pass.
+For each backend, the forward pass is searched first. The backward pass is searched next, and measured together with the
+best forward pass. A search of a pass has two rounds. The first round measures many configurations with few runs, in
+batches. The runs of a batch alternate in one trace. The second round measures the best configurations again, with more
+runs. Backends are compared by the total time of their best forward and backward pass.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ class Effort:
     """Limits of a search.
 
     Attributes:
-        screened: Maximum number of configurations of a pass that are compiled.
-        finalists: Number of the best configurations, which are measured a second time.
-        seconds: Time of the first measurement of a pass. It proceeds in batches, and ends with the first batch that
-            exceeds this time: slow problems get fewer configurations.
+        screened: Maximum number of configurations of a pass in the first round.
+        finalists: Maximum number of configurations that are measured again in the second round. The two best are
+            measured with every kernel schedule.
+        seconds: Time limit of the first round in seconds, without compilation. The round ends after the batch that
+            exceeds the limit. A slow problem therefore gets fewer configurations.
     """
 
     screened: int = 40
@@ -51,12 +53,13 @@ class Effort:
 
 THOROUGH = Effort()
 
-#: Runs in the first and in the second measurement.
+#: Number of runs of each configuration in the first round, and in the second round.
 _SCREENING_RUNS, _FINAL_RUNS = 2, 6
 _BATCH = 8
-#: Maximum time relative to the fastest backend, with default configurations: slower backends are not searched.
+#: A backend is not searched if its default configuration is slower than the fastest backend's by more than this factor.
 _HOPELESS = 1.5
-#: If a kernel takes more seconds than this, plain JAX is not tried: it was several times slower everywhere.
+#: If the fastest backend takes more seconds than this, slow fallbacks are not tried. They were several times slower in
+#: every measurement.
 _SLOW = 0.02
 
 
@@ -65,8 +68,8 @@ class Trial:
     """A measurement of a configuration.
 
     Attributes:
-        options: The configuration.
-        seconds: Median device time; infinite if it failed.
+        options: Options with the configuration.
+        seconds: Median device time in seconds. Infinite if the measurement failed.
         error: Reason of the failure, or empty.
     """
 
@@ -77,15 +80,16 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """The best configuration of a search.
+    """The result of a search.
 
     Attributes:
-        options: Options with the configuration.
-        seconds: Device time with the configuration.
-        default_seconds: Device time of the default configuration, or ``None`` if that failed.
-        trials: Every measurement, in order.
-        wall_seconds: Time of the search, including compilation.
-        compile_seconds: Time of compilation.
+        options: Options with the best configuration.
+        seconds: Median device time of the best configuration, in seconds.
+        default_seconds: Median device time of the default configuration in seconds, or ``None`` if its measurement
+            failed.
+        trials: Every measurement, in the order of the search.
+        wall_seconds: Duration of the search in seconds, including compilation.
+        compile_seconds: Duration of all compilations in seconds.
     """
 
     options: Options
@@ -103,7 +107,7 @@ class Optimum:
 def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
     """Search for the fastest configuration on the default device.
 
-    Tiles, schedules and backends in the options are kept.
+    Tiles, a schedule or a backend that the options set are fixed: the search does not change them.
 
     Args:
         options: The problem.
@@ -135,7 +139,7 @@ class _Search:
         if best is None:
             reasons = "; ".join(dict.fromkeys(trial.error for trial in self.trials))
             raise ValueError(f"no configuration runs: {reasons}")
-        # Measure the best and the default configuration in alternation, under equal conditions.
+        # Runs of the best and the default configuration alternate, so that both are measured under equal conditions.
         final, default = self.measure([best.options, plain], _FINAL_RUNS, plain.optimize_warmup_steps)
         chosen, seconds = best.options, best.seconds if final.error else final.seconds
         if default.seconds < seconds:
@@ -145,17 +149,17 @@ class _Search:
         return Optimum(chosen, seconds, default_seconds, tuple(self.trials), wall, self._compile_seconds)
 
     def _rivals(self) -> Iterator[Options]:
-        """Yield the options with each backend that is worth a search."""
+        """Yield the options once for each backend that is fast enough to search, with that backend."""
         problem = self._options.main_request.problem
         named = [
             (backend, with_backend(self._options, BackendId(backend.family, problem.operator)))
             for backend in candidates(self._options)
-            # A backend without a backward pass is also a candidate: another backend may compute the gradients.
+            # A backend without a backward pass is also a candidate, because another backend can compute the gradients.
             if backend.rejection(problem, self._device, "forward") is None
         ]
         self._update("trying backends")
         fastest = math.inf
-        for backend, options in named:  # in order of preference: the first is most likely the fastest
+        for backend, options in named:  # preferred backends first: they are probably the fastest
             if backend.capabilities.is_slow_fallback and _SLOW < fastest < math.inf:
                 continue
             seconds = self.measure([options], 1, 0)[0].seconds if len(named) > 1 else 0.0
@@ -172,7 +176,7 @@ class _Search:
         return self._search(dataclasses.replace(best.options, backprop=True, performance=performance), "backward")
 
     def _search(self, options: Options, pass_: Pass) -> Trial | None:
-        """Return the best configuration of a pass, with the other pass unchanged."""
+        """Search the configurations of one pass, and return the fastest trial. The other pass is unchanged."""
         self._update(f"{options.backend or options.fmha_backend}, {pass_}")
         plan = resolve(options.main_request, self._device, pass_)
         offered, every = listing(backends.by_id(plan.backend), plan.problem, self._device, pass_), [options]
@@ -193,7 +197,7 @@ class _Search:
         return next(iter(_fastest_first(measured)), None)
 
     def _screen(self, every: Sequence[Options]) -> list[Trial]:
-        """Measure configurations briefly, until ``effort.seconds`` have passed."""
+        """Run the first round: measure batches of configurations until ``effort.seconds`` have passed."""
         trials: list[Trial] = []
         start, compiling = time.perf_counter(), self._compile_seconds
         for first in range(0, len(every), _BATCH):
@@ -203,7 +207,7 @@ class _Search:
         return trials
 
     def measure(self, every: Sequence[Options], runs: int, warmup_steps: int) -> list[Trial]:
-        """Measure configurations in alternation. A configuration that fails does not end the search."""
+        """Measure configurations in alternating runs. A configuration that fails does not end the search."""
         self._update(more_steps=len(every) * (1 + runs))
         workloads, errors, seconds = dict[int, Workload](), dict[int, str](), dict[int, float]()
         for i, options in enumerate(every):
@@ -239,11 +243,11 @@ def _one_line(error: Exception) -> str:
 
 
 def _fastest_first(trials: Sequence[Trial]) -> list[Trial]:
-    """Sort trials by time, without failures."""
+    """Return the trials that did not fail, sorted by time."""
     return sorted((trial for trial in trials if not trial.error), key=lambda trial: trial.seconds)
 
 
-# Options with a configuration.
+# Changes of the configuration in options.
 
 
 def with_choices(options: Options, workload: Workload) -> Options:
@@ -258,17 +262,18 @@ def with_choices(options: Options, workload: Workload) -> Options:
 
 
 def with_backend(options: Options, id_: BackendId) -> Options:
-    """Return the options with a backend of the attention over the tokens."""
+    """Return the options with this backend for the attention over the layout's tokens."""
     name = str(id_)
     if id_.operator == "fmha":
         return dataclasses.replace(options, backend=None, fmha_backend=name)
-    # Naming a backend for additional tokens would prevent fusing them into the main kernel.
+    # With a named fmha_backend, additional tokens would be a separate call. Otherwise, the main kernel can fuse them.
     counterpart = None if options.problem.additional_kv else backends.counterpart(name)
     return dataclasses.replace(options, backend=name, fmha_backend=options.fmha_backend or counterpart)
 
 
 def with_tiles(options: Options, pair: TilePair, pass_: Pass) -> Options:
-    # Tiles of attention have one dimension. Operators multiply the extents of a tile: leading extents of 1 are neutral.
+    # Tiles of self attention have one dimension, but operators require one extent per token dimension. Operators then
+    # use the product of the extents, which leading extents of 1 do not change.
     q_tile, kv_tile = ((1,) * (options.problem.rank - len(tile)) + tile for tile in pair)
     return dataclasses.replace(options, performance=options.performance.with_tiles(pass_, (q_tile, kv_tile)))
 
@@ -316,12 +321,12 @@ def search_json(optimum: Optimum) -> dict[str, Any]:
 # Whole programs.
 
 
-#: Minimum speedup of a configuration over the default.
+#: Minimum speedup over the default configuration for which another configuration is kept.
 _CLEARLY = 1.02
-#: Runs of each candidate in the final comparison, and warm-up runs before them.
+#: Final comparison: number of measured runs of each candidate, and of warm-up runs before them.
 _RUNS, _WARMUP = 8, 2
 
-#: Seconds of each run of a program. The runs alternate with runs of other programs.
+#: Device time of each run of a program, in seconds. Runs of other programs alternate with these runs.
 Times = tuple[float, ...]
 
 
@@ -330,15 +335,15 @@ def plans_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
 
     Args:
         function: A function, jitted or not.
-        *arguments: Its arguments: arrays, or their shapes and types.
-        **keywords: Its keyword arguments.
+        *arguments: Arguments of the function: arrays, or their shapes and types.
+        **keywords: Keyword arguments of the function.
 
     Raises:
-        TypeError: ``jax.jit`` cannot trace it.
+        TypeError: ``jax.jit`` cannot trace the function.
     """
     traced: Any = function if hasattr(function, "lower") else jax.jit(function)
     lowered = traced.lower(*arguments, **keywords)
-    if len(jax.local_devices()) > 1:  # plans depend on how XLA partitions the program
+    if len(jax.local_devices()) > 1:  # plans depend on the partitioning of the program, which compilation determines
         program = Program.from_compiled(lowered.compile())
     else:
         module: Any = lowered.compiler_ir(dialect="hlo")
@@ -348,7 +353,11 @@ def plans_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
 
 
 def is_clearly_faster(times: Times, others: Times) -> bool:
-    """Return True if the median is at least 2% faster, and the 75th percentile is below the others' 25th."""
+    """Return True if ``times`` are clearly shorter than ``others``.
+
+    The median must be more than 2% faster. The 75th percentile of ``times`` must be below the 25th percentile of
+    ``others``.
+    """
     slow_quarter, fast_quarter = statistics.quantiles(times, n=4)[2], statistics.quantiles(others, n=4)[0]
     return median(others) > _CLEARLY * median(times) and slow_quarter < fast_quarter
 
@@ -359,9 +368,9 @@ class Task:
 
     Attributes:
         problem: The problem.
-        backprop: Tune the backward pass as well.
-        performance: Performance arguments that stay fixed.
-        precision: Precision of products, as :attr:`natten_jax.plan.plan.Plan.precision`.
+        backprop: True to tune both passes, False to tune only the forward pass.
+        performance: Performance arguments that the search does not change.
+        precision: Precision of matrix products, with the values of :attr:`natten_jax.plan.plan.Plan.precision`.
         label: Description of the problem.
     """
 
@@ -373,7 +382,7 @@ class Task:
 
     @property
     def obstacle(self) -> str | None:
-        """Reason why the problem cannot be measured, or ``None``."""
+        """Reason why the problem cannot be measured, or ``None`` if it can."""
         if self.problem.query_layout != self.problem.kv_layout or self.problem.own_origins:
             return "its queries do not cover the layout of the keys"
         if self.problem.own_extents:
@@ -384,7 +393,7 @@ class Task:
 
     @property
     def planned_problem(self) -> Problem:
-        """Problem that the backends receive: attention if the windows are as large as the layout."""
+        """Problem that the backends receive. It is self attention if the windows are as large as the layout."""
         return tuned_problem(self.options.main_request.problem)
 
     @property
@@ -397,7 +406,7 @@ class Task:
 
 
 def tasks_of(plans: Iterable[Plan]) -> list[Task]:
-    """Return a task per problem, with both passes if both have plans."""
+    """Return one task per problem. It tunes the backward pass if a plan of the problem is for that pass."""
     found: dict[tuple[Problem, Performance, str | None], bool] = {}
     for plan in plans:
         key = tuned_problem(plan.problem), without_configuration(plan.performance), plan.precision
@@ -406,7 +415,7 @@ def tasks_of(plans: Iterable[Plan]) -> list[Task]:
 
 
 def tune_plans(plans: Iterable[Plan], effort: Effort, log: Callable[[str], Any]) -> tuple[TunedTable, tuple[str, ...]]:
-    """Measure every problem of these plans. Return the table, and the problems that could not be measured."""
+    """Tune every problem of these plans. Return the table, and descriptions of problems that could not be measured."""
     measured: list[TunedPass] = []
     skipped = []
     tasks = tasks_of(plans)
@@ -424,7 +433,7 @@ def tune_plans(plans: Iterable[Plan], effort: Effort, log: Callable[[str], Any])
 
 
 def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]:
-    """Measure a task's configurations on the default device, and keep the fastest if it beats the default.
+    """Tune the passes of a task on the default device. Keep a default unless another configuration is clearly faster.
 
     Raises:
         ValueError: Every configuration failed.
@@ -436,7 +445,11 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
     defaults, chosen = _plans(task, task.options, device), _plans(task, best.options, device)
 
     def fastest(task: Task, *every: tuple[Pass, ...]) -> tuple[tuple[Pass, ...], dict[tuple[Pass, ...], Times]]:
-        """Return the fastest candidate, or () if it is not clearly faster than (), and the times of all candidates."""
+        """Return the fastest candidate, and the times of all candidates.
+
+        A candidate is the tuple of passes that use the tuned configuration. Return (), the default configuration,
+        unless another candidate is clearly faster.
+        """
         times = dict(zip(every, _runs(task, device, chosen, every), strict=True))
         best = min(times, key=lambda each: median(times[each]))
         return best if is_clearly_faster(times[best], times[()]) else (), times
@@ -444,7 +457,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
     kept, forward = fastest(dataclasses.replace(task, backprop=False), (), ("forward",))
     runs: dict[Pass, tuple[Times, Times]] = {"forward": (forward["forward",], forward[()])}
     if task.backprop:
-        # A faster forward pass must not slow down the backward pass after it.
+        # Measure both passes together: a faster forward pass must not slow down the backward pass after it.
         others: list[tuple[Pass, ...]] = [("forward",), ("forward", "backward")] if kept else []
         best_passes, both = fastest(task, (), ("backward",), *others)
         if best_passes or median(both[kept]) > median(both[()]):
@@ -452,7 +465,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
         runs["backward"] = both[kept], both[()]
 
     def tuned(pass_: Pass) -> TunedPass:
-        """Return a pass of the table. A backward pass is timed with the forward pass before it."""
+        """Return the table's entry for a pass. The time of a backward pass includes the forward pass before it."""
         fast, default = runs[pass_]
         plan = (chosen if pass_ in kept else defaults)[pass_]
         seconds = median(default if pass_ == "forward" and pass_ not in kept else fast)
@@ -462,9 +475,10 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
 
 
 def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
-    """Return the plans of the passes with these options.
+    """Return the plan of each pass with these options.
 
-    The plan of a pass has only the tiles of that pass, except that a plan of plain JAX has the tiles of both passes.
+    The plan of a pass has the tiles of that pass only. The exception is plain JAX, whose plans have the tiles of both
+    passes.
     """
     main = options.main_request
     problem, table = tuned_problem(main.problem), TunedTable(device.kind)
@@ -478,7 +492,10 @@ def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
 
 
 def _runs(task: Task, device: Device, plans: dict[Pass, Plan], candidates: Sequence[tuple[Pass, ...]]) -> list[Times]:
-    """Measure candidates in alternation: a candidate uses ``plans`` for its passes, and defaults for other passes."""
+    """Measure candidates in alternating runs.
+
+    A candidate is a tuple of passes. These passes use ``plans``; the others use the default configuration.
+    """
     options, workloads = task.options, list[Workload]()
     with arrays_of(options.problem), jax.default_matmul_precision(task.precision):
         for number, passes in enumerate(candidates):

@@ -1,4 +1,4 @@
-"""Readable names of launches: kernel symbols, custom calls, collectives and XLA's instructions."""
+"""Readable names of launches, from kernel symbols, custom calls, collectives and XLA's instructions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Name:
     operation: str
 
 
-# These patterns match only the part of a kernel's name before the template arguments.
+# The patterns that begin with ^[^<(]* match only the part of a symbol before its template arguments.
 _DELTA = r"^[^<(]*(delta|statistics|dot_do_o|do_dot_o|sum_odo|reduc)"
 _PERMUTE, _CONVERT, _ELEMENTWISE = r"^[^<(]*permute", r"^[^<(]*(convert|cast)", r"^[^<(]*(elementwise|clear|fill|scale)"
 _HOST, _TPU, _DEVICE = "natten_jax_cpu", "natten_jax_tpu_", "natten_jax"
@@ -36,18 +36,21 @@ _PALLAS = r"^mosaic_gpu|^tpu_custom_call|^triton_kernel_call|^__gpu\$xla\.gpu\.t
 _MHA = r"mha_(forward|backward)|attention_(forward|backward)"
 _BACKWARD = re.compile(r"backward|gradient|bprop|bwd")
 
-# Names of launches by their custom call and symbol. The first match is used. Custom calls come before symbols: kernels
-# of a known custom call may have any symbol. Kernels of this package serve both operators. The columns are:
-# - a regular expression for the lower-case target of the custom call. Kernels without a custom call, and kernels of
-#   this package, match by their symbol without template arguments. "" matches every launch.
-# - a regular expression for the lower-case symbol.
+# Rules that name a launch by its custom call and its symbol. The first rule that matches both is used. Rules for
+# custom calls precede rules for symbols, because a known custom call can launch kernels with arbitrary symbols.
+#
+# The columns are:
+# - a regular expression for the custom call's target in lower case. If the launch has no custom call, or its
+#   symbol contains natten_jax, the symbol without template arguments is matched instead. "" matches every launch.
+# - a regular expression for the symbol in lower case.
 # - the library of the kernel, or "-".
 # - the kind of work, or "-".
-# - the readable name. "" is the cleaned symbol, "{operator}" is Fna or Fmha, "{pass_}" is Forward or Backward.
+# - the readable name. "" stands for the cleaned symbol, "{pass_}" for Forward or Backward, and "{operator}" for Fna or
+#   Fmha, because kernels of this package run either operator.
 _RULES = (
     ("", r"^memset", "CUDA", "copy", "Memset"),
     ("", r"^memcpy", "CUDA", "copy", "Memcpy"),
-    # Custom calls: this package's, cuDNN's, cuBLAS's, Pallas's.
+    # Custom calls of this package, cuDNN, cuBLAS and Pallas.
     (_HOST + r".*(forward|backward)", "", "natten_jax-cpu", "attention", "{operator}{pass_}"),
     (_TPU + r"(forward|\w*gradient)", "", "natten_jax-tpu", "attention", "{operator}{pass_}"),
     (_DEVICE, _DELTA, "CUTLASS", "reduction", "Reduction"),
@@ -64,7 +67,7 @@ _RULES = (
     (_PALLAS, _MHA, "Pallas", "attention", "Fmha{pass_}"),
     (_PALLAS, r"softmax", "Pallas", "softmax", ""),
     (_PALLAS, "", "Pallas", "-", ""),
-    # Symbols, for launches without a custom call.
+    # Symbols of launches without a custom call.
     ("", r"(cudnn|^sm\d+).*(sdpa|flash.*[fb]prop|fmha|mha)", "cuDNN", "attention", "Fmha{pass_}"),
     ("", r"cudnn", "cuDNN", "-", ""),
     ("", r"mha_(forward|backward)|attention_backward", "Pallas", "attention", "Fmha{pass_}"),
@@ -86,7 +89,7 @@ _COPYING = frozenset((
 ))
 # fmt: on
 
-# Parts of a scope path that come from JAX's transformations, not from the operation.
+# Parts of a scope path that JAX's transformations add. They do not describe the operation.
 _SILENT_SCOPES = re.compile(
     r"(body|branch_\d+_fun|checkpoint|closed_call|cond|custom_partitioning|eval_jaxpr|rematted_computation|remat|while|"
     r"\w+\(.*\)|\W.*|.*->.*)"
@@ -97,10 +100,10 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
     """Return the name of a launch.
 
     Args:
-        symbol: Symbol of the kernel; on a CPU, the custom call's target or the instruction's name.
-        instruction: Instruction that launched it.
-        operator: ``"fna"`` or ``"fmha"``, for instructions without a plan.
-        scope: Scope path of the launch, for instructions without one.
+        symbol: Symbol of the kernel. On a CPU: target of the custom call, or name of the instruction.
+        instruction: Instruction that launched the kernel.
+        operator: Operator to name if the instruction lacks a plan: ``"fna"`` or ``"fmha"``.
+        scope: Scope path of the launch, used if the instruction lacks one.
     """
     lowered = symbol.lower().replace("(anonymous namespace)::", "")
     target, own = instruction.target.lower(), _own_name(lowered)
@@ -120,13 +123,13 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
             arch = _arch(lowered if _arch(lowered) != "-" else target) if category == "attention" else "-"
             return Name(framework, category, arch, operation)
     is_cpp = not instruction.opcode and re.search(r"[<(:]|^_Z", symbol)
-    if is_cpp or instruction.opcode == "custom-call":  # an unknown library's kernel
+    if is_cpp or instruction.opcode == "custom-call":  # a kernel of an unknown library
         return Name("-", "-", "-", clean(instruction.target or symbol))
     return _name_of_xla(symbol, instruction, scope)
 
 
 def clean(symbol: str) -> str:
-    """Return a symbol without return type, anonymous namespaces, template arguments and parameters, cut to fit."""
+    """Remove return type, anonymous namespaces, template arguments and parameters from a symbol, and shorten it."""
     symbol = re.sub(r"^(void|int|bool|float)\s+", "", symbol)
     symbol = symbol.replace("(anonymous namespace)::", "").removeprefix("cudnn_generated_")
     return shorten(_own_name(symbol).replace("::", ".").strip())
@@ -143,7 +146,7 @@ def shorten(text: str) -> str:
 
 
 def order(named: Name) -> int:
-    """Return the position of an operation in a report: known operations first."""
+    """Return the rank of an operation in a report. Operations outside ``KNOWN_OPERATIONS`` are last."""
     return [*KNOWN_OPERATIONS, named.operation].index(named.operation)
 
 
@@ -157,23 +160,23 @@ def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
     if own == "fusion" and opcodes - _COPYING:
         own = f"fusion of {', '.join(sorted(opcodes - _COPYING))}"
     product = "conv_general_dilated" if "convolution" in opcodes else "dot_general"
-    if category == "gemm" and opcodes and product not in label:  # a fusion's label may omit its matrix product
+    if category == "gemm" and opcodes and product not in label:  # a fusion's scope may omit its matrix product
         label = f"{product} + {label}" if label else product
     if label and "transpose(" in path:
-        label = f"{label} (backward)"  # JAX wraps the scope of a transposed function in transpose()
+        label = f"{label} (backward)"  # JAX names the scope of a transposed function transpose(...)
     if label and category == "copy" and label not in own:
         label = f"{own} [{label}]"  # XLA copies data for a primitive: show both names
     return Name("XLA", category, "-", shorten(label or own))
 
 
 def _without_number(name_of_xla: str) -> str:
-    """Remove the number that makes an instruction's name unique."""
+    """Remove the numeric suffix that makes an instruction's name unique."""
     return re.sub(r"([._]\d+)+$", "", name_of_xla)
 
 
 def _category(symbol: str, opcodes: frozenset[str]) -> str:
     if not opcodes:
-        opcodes = frozenset(re.findall(r"[a-z][a-z-]*", symbol.lower()))  # a fusion's name lists its opcodes
+        opcodes = frozenset(re.findall(r"[a-z][a-z-]*", symbol.lower()))  # a fusion's name contains its opcodes
     if opcodes & {"while", "conditional", "call"}:
         return "control flow"
     if opcodes & {"dot", "convolution", "gemm"}:
@@ -188,7 +191,10 @@ def _category(symbol: str, opcodes: frozenset[str]) -> str:
 
 
 def _scope_label(path: str) -> str:
-    """Return the last two meaningful parts of a scope path; empty for the name of an argument."""
+    """Return the last scope and the primitive of a path, without the parts that JAX's transformations add.
+
+    A path without a slash is the name of an argument: its label is empty.
+    """
     if "/" not in path:
         return ""
     *scopes, primitive = [part for part in path.split("/") if not _SILENT_SCOPES.fullmatch(part)] or [""]
@@ -196,27 +202,28 @@ def _scope_label(path: str) -> str:
 
 
 def _arch(lowered: str) -> str:
-    if match := re.search(r"sm_?(1\d\d|[5-9]\d)", lowered):  # more digits may follow in a mangled symbol
+    if match := re.search(r"sm_?(1\d\d|[5-9]\d)", lowered):  # in a mangled symbol, more digits may follow
         return f"Sm{match[1]}"
     return next((arch for family, arch in _ARCHITECTURES.items() if family in lowered), "-")
 
 
-# Asynchronous instructions have a start and an end. An opcode precedes its suffixes. Numbers make names unique.
+# Name or opcode of a collective. Asynchronous collectives have a suffix for their start, update or end. A number makes
+# the name of an instruction unique.
 _COLLECTIVE_INSTRUCTION = re.compile(
     r"(all-gather|all-reduce|ragged-all-to-all|all-to-all|collective-broadcast|collective-permute|reduce-scatter)"
     r"(-start|-update|-done)?([._]\d+)*"
 )
 
-# NCCL's kernel for permutations and all-to-all is SendRecv.
+# Symbol of an NCCL kernel. The kernel for collective permutations and all-to-all is SendRecv.
 _NCCL = re.compile(r"\bnccl(?:Dev)?Kernel_([a-z]+)", re.IGNORECASE)
 
 
 def kind_of_collective(symbol: str, instruction: Instruction) -> str | None:
-    """Return the kind of a collective launch, or ``None`` for other launches.
+    """Return the kind of a collective launch, such as ``all-gather``, or ``None`` for other launches.
 
     Args:
-        symbol: Symbol of a GPU kernel; the instruction's name on a CPU.
-        instruction: Instruction that launched it.
+        symbol: Symbol of a GPU kernel. On a CPU: name of the instruction.
+        instruction: Instruction that launched the kernel.
     """
     for opcode in (instruction.opcode or symbol, *sorted(instruction.fused)):
         if kind := kind_of_collective_instruction(opcode):

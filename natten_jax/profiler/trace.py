@@ -1,8 +1,8 @@
 """Readable names for a trace that JAX's profiler wrote: ``python -m natten_jax.profiler.trace PATH``.
 
-The trace may be of any program. For a program on several devices, the rows describe the device with the most device
-time. Instructions are named after the compiled programs inside the trace, which JAX includes by default, and kernels
-after their symbols.
+Every trace of a JAX program is supported. If a program ran on several devices, the table shows the device with the most
+device time. Names of instructions come from the compiled programs, which JAX includes in a trace by default. Names of
+kernels come from their symbols.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_MODULES = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the trace and print its table; return the exit status."""
+    """Read a trace, and print its launches as a table. Return the exit status."""
     parser = Parser(prog="python -m natten_jax.profiler.trace", description=__doc__, allow_abbrev=False)
     # fmt: off
     add = parser.add_argument
@@ -46,17 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TracedProgram:
-    """Launches of a program in a trace.
+    """Launches of a program in a trace, on the device with the most device time.
 
     Attributes:
-        launches: Launches on the device with the most device time, with their names.
+        launches: The launches with their readable names.
     """
 
     launches: list[NamedEvent]
 
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Launches by name; times are sums over all runs."""
+        """Rows of a table, one per name of launches. Calls and times are sums over all runs."""
         return rows_of([self.launches])
 
     @property
@@ -65,7 +65,7 @@ class TracedProgram:
 
     @property
     def runs(self) -> int | None:
-        """Number of runs, or ``None`` if the trace does not contain the number, as on GPUs."""
+        """Number of runs of the program. ``None`` if the events do not identify their run, as on GPUs."""
         runs = {None if event.run is None else (event.number, event.run) for _, event in self.launches}
         return None if None in runs else len(runs)
 
@@ -101,14 +101,14 @@ def _run(options: argparse.Namespace) -> None:
 def hosts_of(
     path: Path, *, with_memory: bool = False, module: str | None = None
 ) -> dict[Path, dict[str, TracedProgram]]:
-    """Return the programs of each host in a trace by name, the host with the most device time first.
+    """Return the programs of each host in the newest run with device events.
 
-    If a folder contains several runs, the newest run with device events is read.
+    The outer key is a host's trace file, the inner key a program's name. The host with the most device time is first.
 
     Args:
         path: A ``*.xplane.pb`` file, or a folder that contains one.
-        with_memory: Include fills and copies of memory on GPUs.
-        module: The only program to return; ``None`` returns all.
+        with_memory: Include memory fills and copies on GPUs.
+        module: Name of the only program to return. ``None`` returns all programs.
 
     Raises:
         CaptureError: No trace was found.
@@ -125,7 +125,10 @@ def hosts_of(
 
 
 def _programs_in_file(file: Path, with_memory: bool) -> dict[str, TracedProgram]:
-    """Return the programs in a trace, with their launches on the first platform with events: GPU, TPU, CPU."""
+    """Return the programs in a trace file by name, with the launches of one platform.
+
+    The platform is the first of GPU, TPU and CPU that has events.
+    """
     profile, content = capture.read_trace(file)
     programs = programs_in_trace(content)
     for platform in ("cuda", "tpu", "cpu"):
@@ -144,9 +147,10 @@ def _programs_in_file(file: Path, with_memory: bool) -> dict[str, TracedProgram]
 
 
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
-    """Return the program with the module's name that contains most of the events' instructions.
+    """Return the compiled program that launched these events.
 
-    Numbers only break ties: events on a CPU number programs differently from the trace.
+    Of the programs with the module's name, it is the one with the largest number of the events' instructions. Program
+    numbers only break ties, because CPU events and compiled programs in a trace are numbered differently.
     """
     names = {event.instruction for event in launched}
     named = [each for each in programs.items() if each[1].is_module(module)]

@@ -1,10 +1,11 @@
 """Execution of a call on several devices: splitting and halo exchange.
 
-- ``explicit``: splitting over the mesh axes in the types of the arrays.
-- ``auto``: splitting by XLA's partitioner, and the assignment of query heads to key/value heads.
-- ``_jax_internals``: wrappers around undocumented parts of JAX.
-- ``halos``: exchange of keys and values if token dimensions are split.
+- ``explicit``: splits a call over the mesh axes in the array types (``AxisType.Explicit``).
+- ``auto``: splits a pass if XLA's partitioner shards its arrays (``AxisType.Auto``). Its class ``HeadSplit``, which
+  ``explicit`` also uses, assigns key/value heads to the devices that have the query heads.
+- ``_jax_internals``: wraps undocumented parts of JAX.
+- ``halos``: exchanges keys and values between devices if token dimensions are split.
 
-These modules do not run a pass themselves: callers supply a function that runs it. Imports lower levels and
-:mod:`natten_jax.cost_model`, which decides whether to overlap computation with the halo exchange.
+These modules do not run a pass themselves: callers supply a function that runs it. The package imports lower levels.
+It also imports :mod:`natten_jax.cost_model`, to decide whether to overlap computation with the halo exchange.
 """
