@@ -42,8 +42,8 @@ std::pair<std::int64_t, std::int64_t> pair(natten_jax::Range<std::int64_t> range
 
 }  // namespace
 
-// These functions share no state: they build their results from arguments and constants. Mutexes protect the launches'
-// caches, because launches run on threads of XLA.
+// The module does not need the GIL. Its functions share no state: they build their results from arguments and
+// constants. Kernel launches share caches. They run on threads of XLA, so mutexes protect these caches.
 PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.doc() = "Native part of natten_jax.";
   module.def("registrations", &registrations, "XLA FFI targets: name -> (platform, handler capsule).");

@@ -86,7 +86,7 @@ py::dict limits() {
 
 namespace {
 
-/// Reads a problem's axes, whose arrays are the whole layout.
+/// Sets a problem's axes from the numbers of the attribute `axes`. The arrays hold the whole layout.
 void read_axes(const std::array<std::int64_t, kFieldsOfAxis * kRank>& numbers, Axis (&axes)[kRank]) {
   for (int i = 0; i < kRank; ++i) {
     for (std::size_t f = 0; f < kFieldsOfAxis; ++f) kAxisFields[f].set(axes[i], numbers[kFieldsOfAxis * i + f]);
@@ -95,7 +95,7 @@ void read_axes(const std::array<std::int64_t, kFieldsOfAxis * kRank>& numbers, A
   }
 }
 
-/// A problem with the properties that launches for small windows depend on.
+/// Makes a problem with the properties on which launches for small windows depend.
 Problem small_problem(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                       const std::array<std::int64_t, 6>& sizes, bool has_relative_bias, bool has_key_bias) {
   Problem problem{ElementType::kBFloat16, sizes[0],     sizes[1],       sizes[2], sizes[3], sizes[4], sizes[5],
@@ -110,7 +110,7 @@ small::Device small_device(int shared_memory, int multiprocessors, bool has_boxe
   return {shared_memory, shared_memory + kReserved, kReserved, multiprocessors, has_boxes};
 }
 
-/// A problem's axes, and the shapes of tiles, for the tables of relative biases.
+/// The axes of a problem and the shapes of its tiles, for the functions on tables of relative biases.
 struct TiledAxes {
   Axis axes[kRank]{};
   std::int64_t tile[kRank], group[kRank];

@@ -1,5 +1,5 @@
-// Limits and estimates of the kernels of every backend, for Python. Every build has all of them, because tiles are also
-// chosen for absent GPUs.
+// Limits and estimates of the kernels of every backend, for Python. Every build includes all of them, because Python
+// also chooses tiles for GPUs that are not present.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,15 +11,21 @@
 
 namespace natten_jax {
 
-/// Returns limits by folder of kernels (cpu, sm80, small, sm90) and name. The forms of a kernel are a list of
-/// dictionaries of limits, in the order of the table of forms.
+/// Returns a dictionary with one entry per folder of kernels (cpu, sm80, small, sm90): a dictionary of limits by name.
+/// For a kernel with several forms, its value is a list with one dictionary of limits per form, in the order of the
+/// table of forms.
 pybind11::dict limits();
 
-/// Returns the launches of the kernels for small windows in a pass with given tiles, and their estimated time, as
-/// "launches" and "seconds". A launch has the "kernel"; the "line_dimension", 0 to 2, or -1 for a ring; the number of
-/// "regions" per batch entry and head; the "columns" and "tiles" of a region; the number of "pairs" of queries and keys
-/// that are multiplied, or 0 if it follows from the regions; and its "seconds". None if the kernels do not support the
-/// problem.
+/// Estimates a pass of the kernels for small windows with given tiles. Returns None if the kernels do not support the
+/// problem. Otherwise returns a dictionary with two items. "seconds" is the estimated time of the pass. "launches" is a
+/// list of dictionaries, one per launch, with these items:
+///
+/// - "kernel": name of the kernel.
+/// - "line_dimension": dimension in which a warp's groups of columns are adjacent, 0 to 2; -1 for a ring.
+/// - "regions": number of regions per batch entry and head.
+/// - "columns", "tiles": numbers of columns and tiles of a region.
+/// - "pairs": number of query-key pairs that a ring kernel multiplies; 0 for other kernels.
+/// - "seconds": estimated time of the launch.
 ///
 /// Args:
 ///   axes: the attribute `axes` of every target.
@@ -29,7 +35,7 @@ pybind11::dict limits();
 ///   shared_memory: maximum bytes of shared memory per CTA.
 ///   multiprocessors: number of SMs of the device.
 ///   has_boxes: true if the device has TMA, which copies boxes.
-///   has_ring: true if kernels may have rings.
+///   has_ring: true if ring kernels may be launched.
 ///   ring_has_boxes: true if TMA loads the boxes of rings.
 ///   has_relative_bias, has_key_bias: true if the problem has this bias.
 pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
@@ -39,15 +45,15 @@ pybind11::object estimate_of_small_windows(const std::array<std::int64_t, kField
                                            int shared_memory, int multiprocessors, bool has_boxes, bool has_ring,
                                            bool ring_has_boxes, bool has_relative_bias, bool has_key_bias);
 
-/// Returns the launch for key and value gradients with a ring of queries, in the format of a launch of
-/// estimate_of_small_windows, which documents the arguments. None if the kernels do not support the problem.
+/// Returns the launch of the ring kernel for key and value gradients, or None if the kernel does not support the
+/// problem. See estimate_of_small_windows for the arguments, and for the items of the returned dictionary.
 pybind11::object gradient_ring_of_small_windows(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                                                 const std::array<std::int64_t, 6>& sizes, int shared_memory,
                                                 int multiprocessors, bool ring_has_boxes, bool has_relative_bias,
                                                 bool has_key_bias);
 
-/// Returns the time of a pass on Hopper relative to a pass in which seams cost nothing, with the boxes that launches
-/// choose.
+/// Returns the estimated time of a pass on Hopper, relative to its time if seams had no cost. A seam is an edge at
+/// which a dimension wraps. The estimate is for the boxes that launches choose.
 ///
 /// Args:
 ///   axes: the attribute `axes` of every target.
@@ -55,7 +61,8 @@ pybind11::object gradient_ring_of_small_windows(const std::array<std::int64_t, k
 double seam_factor(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                    const std::array<std::int64_t, kRank>& inner, const std::array<std::int64_t, kRank>& outer);
 
-/// Returns the number of entries of a line of a relative bias in the memory layout of the kernels for small windows.
+/// Returns the length of a line in the relative bias tables of the kernels for small windows. A line has the entries
+/// along the last dimension. Its length is a number of entries and includes padding.
 ///
 /// Args:
 ///   axes: the attribute `axes` of every target.
@@ -63,8 +70,11 @@ double seam_factor(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
 std::int64_t bias_line(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                        const std::array<std::int64_t, kRank>& tile, const std::array<std::int64_t, kRank>& group);
 
-/// Returns scratch sizes for the gradient of a relative bias, per batch entry and head: the number of "tiles", the
-/// amount of numbers in the "record" of a tile, and the number of "parts" in which records are added up.
+/// Returns sizes of scratch memory for the gradient of a relative bias, per batch entry and head, as a dictionary:
+///
+/// - "tiles": number of query tiles. Each tile has a record.
+/// - "record": number of float32 values in a record.
+/// - "parts": number of parts into which the tiles are divided. One CTA adds up the records of a part.
 ///
 /// Args:
 ///   axes: the attribute `axes` of every target.

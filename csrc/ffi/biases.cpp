@@ -12,14 +12,14 @@ using xffi::AnyBuffer;
 using xffi::DataType;
 using xffi::Error;
 
-/// Checks an array with an entry per offset; it must be empty unless `is_given`.
+/// Checks an array with one number per batch entry, head and offset. If `is_given` is false, the array must be empty.
 Error check_relative_bias(const char* name, const AnyBuffer& array, const Problem& p, bool is_given) {
   const char* const rule = "it holds a number for each batch entry, head and offset, or nothing";
   if (!is_given) return check_array(name, array, DataType::F32, {0}, rule);
   return check_array(name, array, DataType::F32, {p.batch, p.heads, offset_table(p.axes).entries}, rule);
 }
 
-/// Checks that queries and keys of a relative bias are tokens of one layout.
+/// Checks that queries and keys are tokens of one layout, which a relative bias requires.
 Error check_offsets(const Problem& p) {
   for (const Axis& axis : p.axes) {
     if (axis.query.extent == axis.kv.extent) continue;
@@ -30,7 +30,8 @@ Error check_offsets(const Problem& p) {
   return Error::Success();
 }
 
-/// Checks an array with a number per key and head; it must be empty unless `is_given`.
+/// Checks an array with one number per batch entry, key and each of `heads` heads. If `is_given` is false, the array
+/// must be empty.
 Error check_key_bias(const char* name, const AnyBuffer& array, const Problem& p, bool is_given, std::int64_t heads) {
   const char* const rule = "it holds a number for each key and query head, or nothing";
   if (!is_given) return check_array(name, array, DataType::F32, {0}, rule);
@@ -125,7 +126,7 @@ Error decode_key_bias_of_kernels(const AnyBuffer& key_bias, Call& call) {
 
 namespace {
 
-/// Checks an array with the shape of the sinks; it must be empty without sinks.
+/// Checks an array that must have the shape of the sinks. If the call has no sinks, the array must be empty.
 Error check_sinks(const char* name, const AnyBuffer& buffer, const Call& call) {
   const char* const rule = "it holds a number for each head, of all batch entries or of each, or nothing";
   if (call.arrays.sinks == nullptr) return check_array(name, buffer, DataType::F32, {0}, rule);

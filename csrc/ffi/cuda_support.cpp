@@ -13,7 +13,7 @@ using xffi::AnyBuffer;
 using xffi::Error;
 
 Error check_outputs(const AnyBuffer& out, const AnyBuffer& out_cotangent, ElementType& type) {
-  constexpr std::int64_t kStep = 8, kLargestHeadDim = 256;  // as in cuda/common/gradient_passes.h
+  constexpr std::int64_t kStep = 8, kLargestHeadDim = 256;  // limits of cuda/common/gradient_passes.h
   NATTEN_JAX_RETURN_IF_ERROR(decode_element_type("out", out, type));
   const auto shape = out.dimensions();
   if (shape.size() != 6) {

@@ -72,7 +72,7 @@ const char* type_name(DataType type) {
 constexpr DataType kDataTypes[] = {DataType::F32, DataType::F16, DataType::BF16, DataType::F8E4M3FN};
 static_assert(std::size(kDataTypes) == kElementTypes);
 
-/// "name is [x, y, z]".
+/// Returns "NAME is [X, Y, Z]", which describes a field of the axes in an error message.
 std::string described(const char* name, const Axis (&axes)[kRank]) {
   std::int64_t values[kRank] = {};
   for (const AxisField& field : kAxisFields) {
@@ -107,7 +107,7 @@ Error decode_axes(const xffi::Dictionary& dictionary, Axis (&axes)[kRank]) {
   return Error::Success();
 }
 
-/// Three positive numbers.
+/// Decodes an attribute of three numbers between 1 and kLargestExtent.
 Error decode_extents(const xffi::Dictionary& dictionary, const char* name, std::int64_t (&values)[kRank]) {
   const auto span = dictionary.get<xffi::Span<const std::int64_t>>(name);
   if (!span.has_value()) {
@@ -141,7 +141,7 @@ Error decode_tile(const xffi::Dictionary& dictionary, const char* name, std::int
   return Error::Success();
 }
 
-/// Alignment that the kernels' copies require; XLA aligns whole buffers to a multiple of it.
+/// Alignment in bytes that the kernels' copies require. XLA aligns the start of a buffer to a multiple of this number.
 constexpr std::uintptr_t kAlignment = 16;
 
 Error check_rank_and_extents(const char* name, const AnyBuffer& array, std::size_t rank, const char* axes) {
@@ -158,7 +158,8 @@ Error check_rank_and_extents(const char* name, const AnyBuffer& array, std::size
   return Error::Success();
 }
 
-/// Largest extent of a dimension that wraps: kernels also use indices beyond both of its ends.
+/// Maximum extent of a dimension that wraps. It is below kLargestExtent, because kernels also use indices beyond both
+/// ends of such a dimension.
 constexpr std::int64_t kLargestExtentAround = kLargestExtent / 4;
 
 Error check_windows(const Axis (&axes)[kRank]) {
@@ -190,7 +191,8 @@ Error check_windows(const Axis (&axes)[kRank]) {
   return Error::Success();
 }
 
-/// Decodes the factors of the logits: one for all heads, unless there is an array of them.
+/// Decodes the scale of the logits. If the array is empty, all heads have the scale `of_all`. Otherwise the array has
+/// the factors of each batch entry and head.
 Error decode_scales(const AnyBuffer& scales, Problem& p, float of_all) {
   const char* const rule = "it holds the factors of the logits and of the query gradient for each head, or nothing";
   p.scale = {of_all, nullptr};
@@ -207,7 +209,8 @@ Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32
     queries.origin = origins ? origins[i] : 0;
     axes[i].kv.local_extent = key.dimensions()[i + 1];
     axes[i].kv.origin = origins ? origins[kRank + i] : 0;
-    // Keys outside the layout are never seen, so halos may reach beyond it; queries must have a window.
+    // Key arrays may reach beyond the layout, as they do with halos: no query sees keys outside of the layout. Query
+    // arrays may not, because every query must have a window.
     if (queries.origin < 0 || queries.origin + queries.local_extent > queries.extent) {
       return invalid("origins place the query tokens of dimension ", i, " at ", queries.origin, " to ",
                      queries.origin + queries.local_extent, ", but ", described("query_extent", axes),
@@ -217,7 +220,7 @@ Error locate_axes(const AnyBuffer& query, const AnyBuffer& key, const std::int32
   return Error::Success();
 }
 
-/// Checks that arrays hold all tokens of a dimension that wraps, as the GPU kernels require.
+/// Checks that the arrays hold all tokens of every dimension that wraps. The GPU kernels require this.
 Error check_seams(const Problem& problem) {
   for (const Axis& axis : problem.axes) {
     if (axis.window.ends != Ends::kWrap) continue;
@@ -229,7 +232,8 @@ Error check_seams(const Problem& problem) {
   return Error::Success();
 }
 
-/// Checks the origins operand and returns its six values, or null if it is empty, which means zeros.
+/// Checks the origins operand, and sets `values` to its six numbers. An empty operand means zeros; `values` is then
+/// null.
 Error decode_origins(const AnyBuffer& origins, const std::int32_t*& values) {
   const bool is_empty = origins.element_count() == 0;
   NATTEN_JAX_RETURN_IF_ERROR(check_array("origins", origins, DataType::S32, {is_empty ? 0 : 2, kRank},

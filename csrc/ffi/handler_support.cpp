@@ -40,7 +40,8 @@ xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, cons
   return xffi::Error::Success();
 }
 
-/// Checks the cotangent of the logsumexp; `array` is null if the target does not take it.
+/// Checks the cotangent of the logsumexp, and sets `values` to its numbers, or to null if they are zeros. `array` is
+/// null if the target does not take this operand.
 xffi::Error check_logsumexp_cotangent(const xffi::AnyBuffer* array, const Problem& p, const float*& values) {
   values = nullptr;
   if (array == nullptr) return xffi::Error::Success();

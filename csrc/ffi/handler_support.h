@@ -26,11 +26,12 @@ xffi::Error guarded(Body body) {
 /// Converts the status of a call to an XLA error.
 xffi::Error error_of(const Status& status);
 
-/// Checks an operand or result with values per query.
+/// Checks an operand or result with values per query and head: one float32 number if `is_statistic`, otherwise
+/// head_dim_v elements of the output's type.
 xffi::Error check_query_array(const char* name, const xffi::AnyBuffer& array, const Problem& p, bool is_statistic);
 
-/// Checks the array of logsumexp remainders (natten_jax/logsumexp.h): as large as the array of logsumexps, or empty,
-/// which gives a null pointer.
+/// Checks the array of logsumexp remainders (natten_jax/logsumexp.h). It has the shape of the logsumexp, or is empty.
+/// If it is empty, sets `values` to null.
 xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, const Problem& p, float*& values);
 
 /// The results of a forward pass.
@@ -38,11 +39,11 @@ struct ForwardResults {
   xffi::Result<xffi::AnyBuffer> out, logsumexp, remainder;
 };
 
-/// Decodes and checks a call of a forward pass, as `decode_call` does.
+/// Decodes and checks a call of a forward pass, including its results. See `decode_call` for the other arguments.
 xffi::Error decode_forward(const ProblemOperands& operands, ForwardResults results, const xffi::Dictionary& dictionary,
                            std::int64_t further, Memory memory, Call& call, Elements elements = Elements::kWide);
 
-/// Operands of a backward pass per query; null if a target does not take them.
+/// Operands of a backward pass that have values per query. A pointer is null if the target does not take the operand.
 struct Saved {
   const xffi::AnyBuffer *logsumexp, *remainder, *out, *out_cotangent, *logsumexp_cotangent, *delta;
 };
@@ -61,7 +62,8 @@ xffi::Error check_heads_of_gradients(const Problem& p);
 /// Checks the results for the gradients of query, key, value and additional keys and values.
 xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients);
 
-/// Makes a handler. Its body takes the operands of `bind_problem` as a struct, then the target's other arguments.
+/// Makes a handler from its body. The body takes the operands of `bind_problem` as a struct, followed by the target's
+/// other arguments.
 template <typename Body>
 auto on_problem(Body body) {
   using xffi::AnyBuffer;

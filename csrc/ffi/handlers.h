@@ -25,7 +25,7 @@ std::vector<Registration> sm90_registrations();
 /// The targets for any NVIDIA GPU since compute capability 8.0.
 std::vector<Registration> sm80_registrations();
 
-/// The targets for small windows on the same GPUs.
+/// The targets for small windows, which also need compute capability 8.0 or later.
 std::vector<Registration> small_registrations();
 #endif
 

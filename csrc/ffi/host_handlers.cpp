@@ -16,7 +16,7 @@ using xffi::Error;
 using Result = xffi::Result<AnyBuffer>;
 
 cpu::Executor executor_of(xffi::ThreadPool& pool) {
-  // The calling thread works too.
+  // The calling thread also processes items, so use one pool thread less.
   return {pool.num_threads() - 1, [&pool](std::function<void()> closure) { pool.Schedule(std::move(closure)); }};
 }
 

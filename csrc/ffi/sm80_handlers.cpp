@@ -60,7 +60,8 @@ Error sm80_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
   NATTEN_JAX_RETURN_IF_ERROR(
       decode_choice(dictionary, "kv_splits", std::numeric_limits<std::int32_t>::max(), kv_splits));
   const Problem& problem = call.problem;
-  // Sums of the query gradient. With float32 arrays, the result itself holds the sums.
+  // Float32 sums of the query gradient. For float32 arrays, the result itself holds the sums, and this pointer stays
+  // null.
   float* sums = nullptr;
   const std::size_t expected = problem.element_type == ElementType::kFloat32 ? 0 : 1;
   if (scratch.size() != expected) {
@@ -99,8 +100,9 @@ XLA_FFI_DEFINE_HANDLER(kSm80Backward, on_problem(sm80_backward),
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-/// Computes delta, which is subtracted from the gradients of a query's weights, from [batch, x, y, z, heads,
-/// head_dim_v] arrays.
+/// Computes delta = sum(out * out_cotangent) - logsumexp_cotangent, one number per query and head. The backward pass
+/// subtracts it from the gradients of the query's weights. `out` and `out_cotangent`: [batch, x, y, z, heads,
+/// head_dim_v].
 Error sm80_delta(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cotangent, Result delta,
                  cudaStream_t stream) {
   return guarded([&]() -> Error {

@@ -24,8 +24,8 @@ struct Results : ForwardResults {
   Result next_tile;
 };
 
-/// Operands of a continuing call: the start of its queries, and the results of earlier calls, which it updates in
-/// place.
+/// Operands of a call that continues earlier calls. `first_query` is the start of the box of queries that the call
+/// processes. The other operands are the results of the earlier calls, which this call updates in place.
 struct Earlier {
   AnyBuffer first_query, out, logsumexp, remainder;
 };
@@ -51,7 +51,7 @@ Error decode_continuation(const Earlier& earlier, Results results, const xffi::D
   return Error::Success();
 }
 
-/// Decodes the factors of the output of 8-bit arrays, which must have 16 bits.
+/// Checks that the output of a call with 8-bit operands has 16 bits, and decodes the factors of the output.
 Error decode_output(const AnyBuffer& out_scales, Call& call) {
   const Problem& p = call.problem;
   if (p.out_type == ElementType::kFloat32) {
@@ -63,15 +63,19 @@ Error decode_output(const AnyBuffer& out_scales, Call& call) {
   return check_array("out_scales", out_scales, xffi::DataType::F32, {p.batch, p.heads}, rule);
 }
 
-/// Operands of a pass that does not continue an earlier one: layouts of batch entries with scratch memory for their
-/// tensor maps, and key biases.
+/// Arguments of the target that supports key biases and separate layouts of batch entries. `entry_maps` is scratch
+/// memory for the tensor maps of these layouts.
 struct OfWholePass {
   AnyBuffer layouts, key_bias;
   Result entry_maps;
 };
 
-/// Runs a forward pass. `whole` is null if the target does not take these operands, `earlier` if the pass does not
-/// continue an earlier one, and `out_scales` if elements have more than 8 bits.
+/// Runs a forward pass.
+///
+/// Args:
+///   whole: null if the target does not support key biases and separate layouts of batch entries.
+///   earlier: null if the call does not continue earlier calls.
+///   out_scales: null if elements have more than 8 bits.
 Error run_forward(const ProblemOperands& operands, OfWholePass* whole, const Earlier* earlier,
                   const AnyBuffer* out_scales, Results results, cudaStream_t stream,
                   const xffi::Dictionary& dictionary) {
@@ -185,8 +189,8 @@ Error sm90_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffe
                          static_cast<float*>(scratch->untyped_data()), maps, is_deterministic == 1, stream));
 }
 
-/// Computes the statistics of every query that the backward pass needs, from [batch, x, y, z, heads, head_dim_v]
-/// arrays.
+/// Computes the statistics that the backward pass needs: for each query and head, the logsumexp in base 2 and delta.
+/// `out` and `out_cotangent`: [batch, x, y, z, heads, head_dim_v].
 Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp, AnyBuffer logsumexp_cotangent,
                       AnyBuffer layouts, Result statistics, cudaStream_t stream) {
   return guarded([&]() -> Error {

@@ -1,4 +1,5 @@
-// Handlers of the CUDA kernels for small windows, which are a form of the portable kernels.
+// Handlers of the CUDA kernels for small windows. Like the portable kernels, they run on all GPUs since compute
+// capability 8.0.
 #include <cuda_runtime_api.h>
 
 #include "cuda/small/bias_table.h"
@@ -48,7 +49,8 @@ XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-/// Checks the scratch results for the gradient of a relative bias; they must be empty without a relative bias.
+/// Checks the scratch results for the gradient of a relative bias. If the call has no relative bias, they must be
+/// empty.
 Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Call& call) {
   const Problem& p = call.problem;
   const char* const rule = "it is what tiles of queries add to the gradient of relative_bias, or nothing";

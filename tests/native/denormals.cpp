@@ -1,5 +1,6 @@
-// Runs two work items, on the calling thread and on a pool thread; neither thread flushes denormals beforehand.
-// For each thread, prints the results of a denormal operand and of a denormal result during its item, and after it.
+// Runs one work item on the calling thread, and one on a pool thread. Beforehand, neither thread flushes denormals to
+// zero. For each thread, prints four words, `zero` or `kept`: first for a denormal operand and a denormal result during
+// its item, then for both after its item.
 #include <atomic>
 #include <cstdio>
 #include <limits>

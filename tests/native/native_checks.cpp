@@ -23,7 +23,7 @@ void say(const Status& status) {
 
 alignas(64) char memory[4096];
 
-/// A five-dimensional array that begins `offset` bytes into the memory.
+/// An array of `rank` dimensions that begins `offset` bytes into `memory`.
 struct Array {
   std::int64_t extents[6] = {1, 1, 1, 2, 1, 8};
   XLA_FFI_Buffer buffer{};

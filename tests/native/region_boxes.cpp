@@ -1,6 +1,6 @@
-// Checks every region that the kernel of key and value gradients may take if batch entries have separate layouts: its
-// box and its tables must have room for the visible queries in layouts of all lengths. Prints the number of regions,
-// and the number whose boxes and tables are too small.
+// Checks every region that the kernel of key and value gradients could use if batch entries have separate layouts. The
+// region's box and tables must have room for all queries that see its keys, in layouts of all lengths. Prints three
+// numbers: regions, regions with boxes that are too small, and regions with tables that are too small.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -21,8 +21,8 @@ std::int64_t seen_between(const Window& window, std::int64_t begin, std::int64_t
          inverse_window_bounds(window, begin, length, length).begin;
 }
 
-/// Maximum number of queries that see a key tile, over all lengths, and that see a region. The last region has the
-/// maximum number of tiles, the region before it the remaining tiles.
+/// Maximum number of queries that see a key tile, and maximum number of queries that see a region, along one dimension
+/// and over all lengths. The last region has `tiles` tiles; the region before it has the tiles that remain.
 struct Seen {
   std::int64_t by_tile = 0, by_region = 0;
 
@@ -71,7 +71,7 @@ int main() {
             is_small |= !is_single && seen.by_region > region.extent[i];
             groups[i] = divide_up(is_single ? 1 : seen.by_tile, region.group[i]);
           }
-          // Two pairs are computed at a time, and two more are prefetched.
+          // The kernel processes two pairs of query groups at a time, and prefetches two more pairs.
           const std::int64_t pairs = groups[0] * groups[2] * divide_up(groups[1], 2);
           ++regions;
           small_boxes += is_small;

@@ -1,7 +1,11 @@
-// Counts how many strips next to a border each CTA of an H100 processes in the ring kernels of key and value gradients,
-// for some layouts, if the strip order is rotated in each round and if not. Prints for each layout the number of border
-// strips of the average CTA, rounded up, the maximum with rotation, and the maximum without; and the number of units
-// that are not processed exactly once.
+// Counts how many strips (ring_shape.h) next to a border each CTA of an H100 processes in the ring kernels of key and
+// value gradients. It compares launches in which the strip order is rotated in each round with launches without
+// rotation. Prints four numbers per layout:
+//
+// - border strips of the average CTA, rounded up;
+// - maximum number of border strips of a CTA, with rotation;
+// - maximum number of border strips of a CTA, without rotation;
+// - number of units that are not processed exactly once.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kProductsThreads)
   products[entry] = offset < 0 ? 0.f : GivenTable::product_of(table[offset], scale);
 }
 
-/// Sizes of a CTA of the last sums. A thread loads one chunk, which is four consecutive offsets, of every 32nd sum.
-/// Eight neighboring threads load eight consecutive chunks of a sum.
+/// Threads of a CTA that adds up sums, and their distribution. A chunk is four consecutive offsets. Each thread loads
+/// one chunk of every 32nd sum. Eight neighboring threads load eight consecutive chunks of a sum.
 constexpr int kSumThreads = 256, kChunksAtOnce = 8, kSumsAtOnce = kSumThreads / kChunksAtOnce, kOfChunk = 4;
 
 /// Adds up the sums of each table (LastSumsParams). A CTA computes 32 consecutive offsets of one table.
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kSumThreads) natten_jax_small_last_sums(const 
   }
   parts[of_sum][of_chunk] = part;
   __syncthreads();
-  // Each of the first 32 threads adds up the parts of one offset, in a fixed order.
+  // Each of the first 32 threads adds up one offset's partial sums, in a fixed order.
   constexpr int kOffsets = kChunksAtOnce * kOfChunk;
   const int offset = blockIdx.y * kOffsets + threadIdx.x;
   if (threadIdx.x >= kOffsets || offset >= p.offsets) return;

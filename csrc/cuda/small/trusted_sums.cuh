@@ -1,7 +1,7 @@
 // Accuracy checks of softmax sums. Forward kernels for small windows do not subtract the maximum from a row's logits.
-// They subtract nothing or, in float16, the largest of the row's logits for a few keys. A sum that passes these checks
-// is accurate enough, which is called "trusted" here. If a row of a tile fails, the kernels compute the tile again,
-// relative to the maximum of each row.
+// They subtract a number `shift`: zero or, in float16, the largest of the row's logits for a few keys. A sum that
+// passes these checks is accurate enough, which is called "trusted" here. If a row of a tile fails, the kernels compute
+// the tile again, relative to the maximum of each row.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -31,8 +31,8 @@ struct TrustedSums<cutlass::half_t> {
 /// the logarithm is then almost the whole logsumexp. An example is a query that sees a single key, with a logit near 0.
 constexpr float kLeastFromOne = 0x1p-10f, kLeastShift = 0x1p-6f;
 
-/// Returns 1 if a row's sum of weights is trusted. The weights are relative to `shift`; `factor` converts `shift` to
-/// base 2. The code combines conditions with `&` and `|`, because `&&` and `||` would generate branches.
+/// Returns 1 if a row's sum of weights is trusted. The weights are relative to `shift`, which `factor` converts to base
+/// 2. Conditions are integers and combined bitwise, because logical operators would generate branches.
 template <class Element>
 CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
   using Sums = TrustedSums<Element>;

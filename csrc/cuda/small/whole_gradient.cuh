@@ -14,8 +14,9 @@
 
 namespace natten_jax::small {
 
-/// Boxes of a stage, in their order in shared memory: first the columns of query rows (keys and values), then the
-/// columns of key rows (queries and output cotangents), and finally the outputs, from which delta is computed.
+/// Boxes of a stage, in their order in shared memory. The first two are the columns of query rows: keys and values. The
+/// next two are the columns of key rows: queries and output cotangents. The last one has the outputs, from which delta
+/// is computed.
 enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWholeOuts };
 
 template <class Element, int kHeadDim, Terms kTerms, Feature kFeature>
@@ -47,9 +48,9 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
-  // Plans of query rows and of key rows assume that columns begin at the start of a stage. The columns of key rows
-  // begin two boxes later, so `compute` passes an address two boxes into the stage. Statistics and relative biases do
-  // not move: subtract the two boxes from their offsets.
+  // The plans of query rows and of key rows assume that columns begin at the start of a stage. The columns of key rows
+  // begin two boxes later, so `compute` passes an address two boxes into the stage. The statistics and the relative
+  // bias do not move, so subtract the two boxes from their offsets.
   keys_plan.statistic -= kWholeQueries * second;
   keys_plan.statistic_of_column -= kWholeQueries * second;
   if constexpr (kHasBias) {

@@ -43,7 +43,7 @@ struct WholeTable<true> {
   }
 
   /// Writes the sums to global memory. Call this function after the gradients of the last item were added and the warps
-  /// have synchronized. The call is outside of the loop over items: inside, every warp would have to jump over its
+  /// have synchronized. The call is not inside of the loop over items: every warp would then have to jump over its
   /// instructions in each iteration.
   CUTE_DEVICE void write(const TilePlan& queries, const HeadItems& items) const {
     if (queries.has_rows) sums.write(items);

@@ -1,5 +1,5 @@
-// TMA loads to shared memory: tiles and boxes of tokens, which tensor maps describe, and contiguous bytes. Requires
-// compute capability 9.0.
+// TMA loads to shared memory: of tiles and boxes of tokens, which tensor maps describe, and of contiguous bytes.
+// Requires compute capability 9.0.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>

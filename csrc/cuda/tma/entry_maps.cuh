@@ -34,7 +34,7 @@ struct MapsOfEntries {
   CUTE_DEVICE static void acquire(const CUtensorMap* of_entries, int array, int batch, int group_class, int& acquired) {
     if (of_entries == nullptr || group_class >= kClasses || number(array, batch, group_class) == acquired) return;
     acquired = number(array, batch, group_class);
-    wait_for_previous_kernel();  // the map's kernel is the previous one or an earlier one
+    wait_for_previous_kernel();  // the previous kernel, or a kernel before it, made the map
     acquire_map(of_entries + acquired);
   }
 

@@ -79,7 +79,7 @@ struct HalfProduct {
   template <class Tile>
   using ReadPairedA = ReadA<Tile>;
 
-  /// Converts the accumulators of a row block to operand A of one k-step of another product.
+  /// Converts the accumulators of a row block to an operand A, for one k-step of the next product.
   CUTE_DEVICE static A operand(const float (*c)[4], int step) {
     const float *low = c[2 * step], *high = c[2 * step + 1];
     return {pack<Element>(low[0], low[1]), pack<Element>(low[2], low[3]), pack<Element>(high[0], high[1]),
@@ -207,7 +207,8 @@ struct FloatProduct {
 
 /// Computes c += a * b, for `kRows` blocks of 16 rows, `kColumns` blocks of 16 columns and `kSteps` k-steps.
 ///
-/// If `kIsTransposed`, results are bitwise equal to results without `kIsTransposed` with operands A and B exchanged.
+/// If `kIsTransposed`, the result is bitwise equal to the result that a call without `kIsTransposed` computes after A
+/// and B are exchanged.
 ///
 /// Args:
 ///   read_a: fills an operand A, given a row block and a step.

@@ -5,7 +5,8 @@
 
 namespace natten_jax {
 
-/// Addresses of the arrays, in the memory of the device that computes; null if a pass or backend does not use an array.
+/// Addresses of the arrays, in the memory of the device that computes. An address is null if a pass or backend does not
+/// use the array.
 struct Arrays {
   const void* query;
   const void* key;
@@ -16,20 +17,21 @@ struct Arrays {
 
   const std::int32_t* layouts;  ///< [batch, 3, 3]: query origin, query extents, key/value extents; null: equal layouts.
 
-  // Terms that are added to logits: per offset (natten_jax/offset_table.h), and per key. Null: zeros.
+  // Terms that are added to logits. A relative bias has one number per offset (natten_jax/offset_table.h). Key biases
+  // have one number per key. Null means zeros.
   const float* relative_bias;         ///< [relative_bias_tables, heads, entries].
-  std::int64_t relative_bias_tables;  ///< Batch entries, or 1 if they share a table.
+  std::int64_t relative_bias_tables;  ///< Number of batch entries, or 1 if all entries share a table.
   const float* key_bias;              ///< [batch, keys, key_bias_heads]; the last extent is heads or 1.
   std::int64_t key_bias_heads;
-  const float* sinks;           ///< [batch_of_sinks, heads]; null: no sinks, or stored with scales (Scale).
-  std::int64_t batch_of_sinks;  ///< Batch entries, or 1 if they share sinks.
+  const float* sinks;           ///< [batch_of_sinks, heads]; null if there are no sinks, or if Scale::heads has them.
+  std::int64_t batch_of_sinks;  ///< Number of batch entries, or 1 if all entries share sinks.
 
   const float* out_scales;  ///< [batch, heads]: factors of the output; null: ones. Only for 8-bit elements.
 
   // Results of the forward pass, and operands of the backward pass.
   void* out;
   float* logsumexp;
-  float* remainder;  ///< Of the logsumexp (natten_jax/logsumexp.h); null if not needed or all zeros.
+  float* remainder;  ///< Remainder of the logsumexp (natten_jax/logsumexp.h); null if not needed, or if zeros.
 
   const void* out_cotangent;
   const float* logsumexp_cotangent;  ///< Null: zeros.
@@ -44,8 +46,8 @@ struct Arrays {
   float* sinks_gradient;
 };
 
-/// Sets pointers in the parameters of a GPU kernel: to the arrays that a forward pass reads and writes, some of which a
-/// backward pass reads.
+/// Copies pointers to the parameters of a GPU kernel: the operands and results of a forward pass. A backward pass reads
+/// some of them.
 template <class Params>
 void fill_arrays(const Arrays& arrays, Params& p) {
   p.query = arrays.query;

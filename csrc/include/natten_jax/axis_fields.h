@@ -1,6 +1,8 @@
-// Table of the numbers that describe a token dimension. Calls pass these numbers, and caches use them as keys.
+// Table of the numbers that describe a token dimension. Calls pass these numbers in the attribute `axes`, and caches
+// use them in their keys.
 //
-// A field that is added to a struct here does not compile until it is in the table or excluded explicitly.
+// If a field is added to Axis, Tokens or Window, this header does not compile until the field is in the table, or is
+// explicitly excluded in `tabulated_fields`.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +24,7 @@ struct AxisField {
 
 inline constexpr std::int64_t kLargestExtent = std::numeric_limits<std::int32_t>::max();
 
-/// In the order of a row of the attribute `axes`.
+/// The fields, in their order in a row of the attribute `axes`.
 inline constexpr AxisField kAxisFields[] = {
     {"query_extent", 1, kLargestExtent, [](const Axis& a) { return a.query.extent; },
      [](Axis& a, std::int64_t value) { a.query.extent = value; }},
@@ -41,8 +43,8 @@ inline constexpr AxisField kAxisFields[] = {
 
 inline constexpr std::size_t kFieldsOfAxis = std::size(kAxisFields);
 
-/// Number of an axis's fields in the table: both extents and all fields of the window. The other fields, which locate
-/// the local tokens, follow from the operands.
+/// Number of fields of an axis that the table must have: both extents and all fields of the window. The other fields of
+/// an axis locate its local tokens, and follow from the operands.
 constexpr std::size_t tabulated_fields(const Axis& axis) {
   const auto& [query, kv, window] = axis;
   const auto& [extent, local_extent, origin] = query;

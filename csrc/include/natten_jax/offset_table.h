@@ -1,4 +1,4 @@
-// Layout of the entries of a relative bias: an entry for each offset of a key from a query within a window.
+// Layout of the entries of a relative bias. There is one entry per offset from a query to a key within a window.
 #pragma once
 
 #include <algorithm>
@@ -8,16 +8,16 @@
 
 namespace natten_jax {
 
-/// Maximum number of entries in the tables of the query heads that share keys and values. Kernels compute indices of
-/// entries in 32 bits. These may be a few times larger than this number, because pairs of tokens outside every window
-/// have indices outside the tables.
+/// Maximum number of entries in the tables of all query heads that share keys and values. Kernels compute indices of
+/// entries in 32 bits. An index may be a few times larger than this maximum, because kernels also compute indices for
+/// pairs of tokens outside of every window. Such indices are outside of the tables.
 inline constexpr std::int64_t kMostTableEntries = std::int64_t{1} << 25;
 
 /// A head's table. Offsets are counted in steps of the dilation.
 struct OffsetTable {
   std::int64_t reach[kRank];  ///< The largest offset along each dimension; the smallest is its negative.
-  std::int64_t pitch[kRank];  ///< Entries from one offset to the next.
-  std::int64_t entries;       ///< At most kMostTableEntries + 1, which stands for all larger numbers.
+  std::int64_t pitch[kRank];  ///< Distance in entries between consecutive offsets.
+  std::int64_t entries;       ///< Number of entries; kMostTableEntries + 1 stands for all larger numbers.
 };
 
 inline OffsetTable offset_table(const Axis (&axes)[kRank]) {

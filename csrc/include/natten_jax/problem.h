@@ -16,8 +16,8 @@ inline constexpr std::int64_t kMostTileTokens = 4096;
 
 enum class ElementType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3 };
 inline constexpr int kElementTypes = 4;
-/// Number of element types of more than 8 bits, which come first. Only some kernels for NVIDIA GPUs support 8-bit
-/// elements.
+/// Number of element types of more than 8 bits; they come first in ElementType. Only some kernels for NVIDIA GPUs
+/// support 8-bit elements.
 inline constexpr int kWideElementTypes = 3;
 
 NATTEN_JAX_HOST_DEVICE constexpr int element_bytes(ElementType type) {
@@ -31,11 +31,11 @@ struct Tokens {
   std::int64_t local_extent;  ///< Tokens of the local array.
   std::int64_t origin;        ///< Global coordinate of the first local token.
 
-  /// Group indices of the local tokens of a dilation group, clipped to the global layout. If the dimension wraps, they
-  /// are not clipped and count through repetitions of the layout.
+  /// Range of the indices that the local tokens of a dilation group have within the group. If the dimension wraps,
+  /// indices continue into repetitions of the layout. Otherwise the range is clipped to the global layout.
   NATTEN_JAX_HOST_DEVICE constexpr Range<std::int64_t> local_indices(const Window& window, std::int64_t group) const {
     if (window.ends == Ends::kWrap) {
-      // Move the origin by whole repetitions, because only positive coordinates can be counted.
+      // group_length does not support negative coordinates, so move the origin by whole repetitions.
       const std::int64_t rounds = origin < 0 ? (extent - 1 - origin) / extent : 0, length = extent / window.dilation;
       const std::int64_t start = origin + rounds * extent;
       return {group_length(window, start, group) - rounds * length,
@@ -43,7 +43,7 @@ struct Tokens {
     }
     const std::int64_t first = larger<std::int64_t>(origin, 0);
     const std::int64_t last = smaller(origin + local_extent, extent);
-    // Indices count the tokens of the group that lie before a coordinate.
+    // A token's index is the number of tokens of its group that lie before its coordinate.
     return {group_length(window, first, group), group_length(window, last, group)};
   }
 };
@@ -55,22 +55,22 @@ struct Axis {
   Window window;
 };
 
-/// Factors of a query head of a batch entry.
+/// Factors of one query head of one batch entry.
 struct alignas(8) HeadScale {
   float logits;          ///< Positive.
-  float query_gradient;  ///< Positive. Equal to `logits`, or larger if the gradient would lose digits.
+  float query_gradient;  ///< Positive. Equal to `logits`, unless gradients would lose digits; then larger.
 };
 
 /// Factors of the logits.
 struct Scale {
   float of_all;            ///< Scale of every head if `heads` is null; positive.
-  const HeadScale* heads;  ///< [batch, heads], in the memory of the arrays; or null.
+  const HeadScale* heads;  ///< [batch, heads], in the memory of the arrays; null if all heads have one scale.
 
-  /// Factors of a head, given its index among the heads of all batch entries.
+  /// Factors of a head. `head`: index of the head among the heads of all batch entries.
   NATTEN_JAX_HOST_DEVICE HeadScale of(std::int64_t head) const {
     if (heads == nullptr) return {of_all, of_all};
 #if defined(__CUDA_ARCH__)
-    // Bypasses L1: a kernel may have started before the kernel that wrote the factors ended.
+    // Bypass L1: with PDL, this kernel may have started before the kernel that wrote the factors ended.
     const float2 both = __ldcg(reinterpret_cast<const float2*>(heads + head));
     return {both.x, both.y};
 #else
@@ -88,7 +88,8 @@ struct Problem {
   std::int64_t head_dim;
   std::int64_t head_dim_v;
   std::int64_t additional_kv;
-  // True if the call has such biases; always false for CPU kernels, whose support of a problem does not depend on them.
+  // True if a call of GPU kernels has such a bias. Always false for CPU kernels, because they support the same problems
+  // with and without biases.
   bool has_relative_bias;
   bool has_key_bias;
   Scale scale;

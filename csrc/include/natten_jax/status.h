@@ -6,7 +6,7 @@
 
 namespace natten_jax {
 
-/// Success, or an error code and a sentence.
+/// Success, or an error code with a sentence that explains the error.
 class Status {
  public:
   enum class Code {
@@ -35,7 +35,7 @@ class Status {
 
 }  // namespace natten_jax
 
-/// Returns the status of an expression from the calling function, if it failed.
+/// Evaluates an expression. If the resulting status is an error, returns it from the calling function.
 #define NATTEN_JAX_RETURN_IF_FAILED(expression)                                        \
   do {                                                                                 \
     if (::natten_jax::Status status_ = (expression); status_.failed()) return status_; \

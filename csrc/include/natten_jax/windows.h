@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-// Host code is compiled once per instruction set into one library. Forced inlining keeps the linker from
-// picking a copy that was compiled for a newer processor than the caller's.
+// The library contains the host code several times, compiled for different instruction sets. Without forced inlining,
+// the linker could keep only a function's copy for a newer processor, which an older processor cannot execute.
 #if defined(__CUDACC__)
 #define NATTEN_JAX_HOST_DEVICE __host__ __device__
 #else
@@ -45,11 +45,16 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> intersection(Range<Int> a, Range<Int
   return {larger(a.begin, b.begin), smaller(a.end, b.end)};
 }
 
-/// Boundary mode of windows: shifted inside at the ends of the dimension, ending at the query, cut, or wrapped around
-/// to the other end.
+/// Boundary mode of windows.
+///
+/// - kShift: windows are shifted to stay inside of the dimension.
+/// - kCausal: windows end at the query.
+/// - kCut: windows are cut at the ends of the dimension.
+/// - kWrap: windows wrap around to the other end of the dimension.
 enum class Ends : int { kShift = 0, kCausal = 1, kCut = 2, kWrap = 3 };
 
-/// Windows along one dimension. Kernels use a separate type, with the same members, that divides by multiplication.
+/// Windows along one dimension. Kernels use a separate type, which has the same members but replaces divisions by
+/// multiplications.
 struct Window {
   std::int64_t kernel_size;
   std::int64_t stride;
@@ -67,15 +72,15 @@ struct Window {
   NATTEN_JAX_HOST_DEVICE constexpr std::int64_t dilations(std::int64_t extent) const { return extent / dilation; }
 };
 
-/// Number of tokens in dilation group `group` of a dimension of `extent` tokens; equally, number of the group's tokens
-/// before coordinate `extent`. No intermediate value exceeds the extent, because the sum of an extent and a dilation
-/// may not fit into 32 bits.
+/// Number of tokens in dilation group `group` of a dimension of `extent` tokens. It is also the number of the group's
+/// tokens before coordinate `extent`. The formula does not add the dilation to the extent, because the sum may not fit
+/// into 32 bits.
 template <class Windows, typename Int>
 NATTEN_JAX_HOST_DEVICE constexpr Int group_length(const Windows& windows, Int extent, Int group) {
   return group < extent ? windows.dilations(extent - 1 - group) + 1 : 0;
 }
 
-/// Key indices that the query at `index` sees.
+/// Range of the key indices that the query at `index` sees.
 ///
 /// `index` may exceed `length` only if the window is the whole key sequence (`kernel_size == length`), as in attention
 /// between sequences of different lengths.
@@ -99,24 +104,28 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> window_bounds(const Windows& windows
   return {start, start + windows.kernel_size};
 }
 
-/// First query whose leader is the token at `index` or after it. For windows that are cut or wrap.
+/// First query whose leader is at `index` or after it. The leader of a query is the token in the middle of the query's
+/// stride group; it determines the window. Only for windows that are cut or wrap.
 template <class Windows, typename Int>
 NATTEN_JAX_HOST_DEVICE constexpr Int first_led_from(const Windows& windows, Int index, Int length) {
   Int round = 0;
   if (windows.ends == Ends::kWrap) {
-    // Stride groups restart in each repetition; the loops take few iterations.
+    // Stride groups restart in each repetition of the layout, so find the repetition of `index`. The loops take few
+    // iterations.
     while (index - round < 0) round -= length;
     while (index - round >= length) round += length;
   }
   const Int place = larger<Int>(index - round, 0);
   if (place >= length) return round + length;
-  // A leader lies `stride / 2` after the first query of its group; the last leader may lie before the last token.
+  // A leader lies `stride / 2` after the first query of its group, so adding `offset` rounds up to the first group
+  // whose leader is at `place` or after it. If `place` is after the last leader, the result is the end of the
+  // repetition.
   const Int offset = windows.stride - windows.stride / 2 - 1;
   return round + smaller<Int>(windows.stride_group(place + offset), length);
 }
 
-/// Query indices that see the key at `index`; exact and contiguous. If the dimension wraps, `index` may lie in a
-/// repetition of the layout.
+/// Range of the query indices that see the key at `index`: all queries in the range see the key, and no others. If the
+/// dimension wraps, `index` may lie in a repetition of the layout.
 ///
 /// Args:
 ///   windows: a Window, or a type with its members.
@@ -141,8 +150,8 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> inverse_window_bounds(const Windows&
   } else {
     const Int left = windows.kernel_size / 2;
     const Int right = windows.kernel_size - 1 - left;
-    // The first stride group to see the key is the group whose leader lies `right` before the key. The leader of group
-    // `n` is `n * stride + stride / 2`, so adding `offset` rounds up to it.
+    // The first stride group that sees the key is the first group whose leader is at `index - right` or after it. The
+    // leader of group `n` is `n * stride + stride / 2`, so adding `offset` rounds up to this group.
     const Int offset = windows.stride - windows.stride / 2 - 1;
     if (index >= windows.kernel_size) first = windows.stride_group(index - right + offset);
     if (!seen_to_the_end) last = windows.stride_group(index + left + offset + 1);
