@@ -1,12 +1,12 @@
 """Train a video transformer with neighborhood attention on several devices: data and tensor parallel.
 
-Devices form a mesh of two axes. The clips of a batch are split over `data`; attention heads and the MLP's hidden
-features are split over `model`. The code only names mesh axes for the parameters and places the batch; the compiler
-derives the rest, and the attention itself needs no communication.
+The devices form a mesh with the axes `data` and `model`. The clips of a batch are sharded over `data`. Attention heads
+and the hidden features of the MLP are sharded over `model`. The code shards only the parameters and the batch; the
+compiler derives all other shardings. The attention operator needs no communication.
 
-Clips pan over the two photographs that come with scikit-learn, so nothing is downloaded. The model predicts each next
-frame: attention is causal along time. A machine without accelerators can act as several devices; this shows that the
-results equal single-device results, not that several devices are faster.
+The clips pan over the two photographs that come with scikit-learn, so nothing is downloaded. The model predicts each
+frame from the frames before it, so attention is causal along time. A CPU can act as several devices. Such a run shows
+that sharded training gives the results of a single device, not that it is faster.
 
     python examples/train_sharded.py --devices 8 --model-parallel 2 --compare
 """
@@ -28,19 +28,20 @@ from natten_jax.flax_modules.nnx import NeighborhoodAttention3D
 from sklearn.datasets import load_sample_images
 
 CHANNELS = 3
-LINES = 10  # number of printed losses
+LINES = 10  # largest number of table rows with losses
 PICTURE_SIZE = 427, 640  # height and width
 
 
 def over(*axes: str | None) -> dict[str, Any]:
-    """Return the metadata of a parameter: the mesh axis of each of its dimensions."""
+    """Return metadata for a parameter whose dimensions are sharded over these mesh axes (``None``: not sharded)."""
     return {"out_sharding": axes}
 
 
 class Block(nnx.Module):
     """Neighborhood attention and an MLP, each with pre-normalization and a residual connection.
 
-    The partial results of attention and MLP are summed over `model` only by the projection at the end of each.
+    Attention heads and the MLP's hidden features are sharded over `model`. Only the output projection of the attention
+    and the last layer of the MLP sum over this mesh axis.
     """
 
     def __init__(self, features: int, options: argparse.Namespace, rngs: nnx.Rngs) -> None:
@@ -76,23 +77,23 @@ class Block(nnx.Module):
 
 
 class Predictor(nnx.Module):
-    """Predict the next frames; every patch of a frame is a token."""
+    """Predict the frame that follows each frame. A token is a patch of a frame."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         rngs = nnx.Rngs(options.seed)
         features, pixels = options.heads * options.head_dim, CHANNELS * options.patch**2
         self.embed = nnx.Linear(pixels, features, rngs=rngs)
-        # A term per dimension: frame, row and column of a token.
+        # Position embedding of a token: the sum of a vector for its frame, its row and its column.
         self.frame, self.row, self.column = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, features))) for length in options.tokens
         )
         self.blocks = nnx.List([Block(features, options, rngs) for _ in range(options.depth)])
         self.norm = nnx.LayerNorm(features, rngs=rngs)
-        # Zero, so that the untrained model predicts no motion.
+        # Zero weights, so that the untrained model predicts no motion: it returns its input.
         self.head = nnx.Linear(features, pixels, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
 
     def __call__(self, frames: jax.Array) -> jax.Array:
-        """Predict patches ``[batch, *tokens, pixels]`` of the frames that follow."""
+        """Return predicted patches ``[batch, *tokens, pixels]`` of the frame that follows each frame."""
         tokens = self.embed(frames) + (self.frame[:, None, None] + self.row[:, None] + self.column[...])
         for block in self.blocks:
             tokens = block(tokens)
@@ -101,7 +102,10 @@ class Predictor(nnx.Module):
 
 @nnx.jit
 def train_step(model: Predictor, optimizer: nnx.Optimizer[Any], frames: jax.Array, following: jax.Array) -> jax.Array:
-    """Update the model in place; return the loss, a squared error that is 1 for the prediction of no motion."""
+    """Update the model in place and return the loss.
+
+    The loss is the mean squared error, divided by the mean squared error of predicting no motion.
+    """
 
     def loss_of(model: Predictor) -> jax.Array:
         return jnp.square(model(frames) - following).mean() / jnp.square(frames - following).mean()
@@ -112,10 +116,10 @@ def train_step(model: Predictor, optimizer: nnx.Optimizer[Any], frames: jax.Arra
 
 
 class Run:
-    """A model in training, on the devices of a mesh."""
+    """The training of one model on the devices of a mesh."""
 
     def __init__(self, options: argparse.Namespace, mesh: Mesh) -> None:
-        @nnx.jit  # split parameters from the start: the whole model never exists on one device
+        @nnx.jit  # creates sharded parameters, without first creating the whole model on one device
         def create() -> tuple[Predictor, nnx.Optimizer[Any]]:
             model = Predictor(options)
             schedule = optax.warmup_cosine_decay_schedule(
@@ -126,7 +130,7 @@ class Run:
         self.mesh = mesh
         with jax.set_mesh(mesh):
             self.model, self.optimizer = create()
-        # Look up the contents of the modules once, not at every step.
+        # Traverse the model and the optimizer once, not at every step.
         self.train_step = nnx.cached_partial(train_step, self.model, self.optimizer)
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -135,17 +139,17 @@ class Run:
         return " x ".join(f"{size} {name}" for name, size in self.mesh.shape.items())
 
     def place(self, clips: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Put frames and the frames that follow them on the devices. A tuned loop would do this a step ahead."""
+        """Copy input frames and target frames to the devices. A tuned loop would do this during the previous step."""
         batch = NamedSharding(self.mesh, PartitionSpec("data"))
         return jax.block_until_ready(jax.device_put((clips[:, :-1], clips[:, 1:]), batch))
 
     def launch(self, frames: jax.Array, following: jax.Array) -> jax.Array:
-        """Start a step asynchronously; return its loss."""
+        """Start a training step asynchronously; return its loss."""
         with jax.set_mesh(self.mesh):
             return self.train_step(frames, following)
 
     def step(self, clips: np.ndarray) -> None:
-        """Run a step; append its loss and its time to the lists."""
+        """Run a training step; append its loss to `losses` and its duration to `seconds`."""
         placed = self.place(clips)
         started = time.perf_counter()
         self.losses.append(float(self.launch(*placed)))
@@ -153,19 +157,19 @@ class Run:
 
     @property
     def seconds_per_step(self) -> float:
-        """Median time of a step in seconds, without the first step, which compiles."""
+        """Median duration of a step in seconds. The first step is excluded, because it includes compilation."""
         return float(np.median(self.seconds[1:] or self.seconds))
 
 
 class Data:
-    """Clips cut out of pictures."""
+    """Random clips, each of which pans over a photograph."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.pictures = (np.stack(load_sample_images().images) / 127.5 - 1.0).astype(np.float32)
         self.options = options
 
     def batch(self, step: int) -> np.ndarray:
-        """Return patches ``[batch, frames + 1, height, width, pixels]``: deterministic per step number."""
+        """Return patches of random clips, ``[batch, frames + 1, height, width, pixels]``, for a step number."""
         random = np.random.default_rng((self.options.seed, step))
         return np.stack([self._clip(random) for _ in range(self.options.batch_size)])
 
@@ -173,7 +177,7 @@ class Data:
         patch, (frames, *tokens) = self.options.patch, self.options.tokens
         size = np.array(tokens) * patch
         last_corner = np.array(PICTURE_SIZE) - size
-        # Pan in a straight line, at most a patch per frame.
+        # The clip moves in a straight line. Between frames it moves by at most a patch in each dimension.
         pan = random.integers(-patch, patch, 2, endpoint=True) * np.arange(frames + 1)[:, None]
         corners = np.clip(random.integers(0, last_corner, endpoint=True) + pan, 0, last_corner)
         picture = self.pictures[random.integers(len(self.pictures))]
@@ -183,7 +187,7 @@ class Data:
 
 
 def print_line(label: str, cells: Sequence[str]) -> None:
-    """Print a line with a cell per run."""
+    """Print a table row: its label, then a cell for each run."""
     print(f"{label:>6}", *(f"{cell:>20}" for cell in cells), flush=True)
 
 
@@ -228,13 +232,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def device_mesh(options: argparse.Namespace) -> Mesh:
-    """Create a `data` x `model` mesh of all devices or of the requested number.
+    """Create a `data` x `model` mesh of ``--devices`` devices, by default of all devices.
 
     Raises:
-        SystemExit: There are too few devices, or the requested numbers do not divide.
+        SystemExit: There are fewer devices than requested, ``--model-parallel`` does not divide the number of devices,
+            or the size of `data` does not divide the batch size.
     """
     if options.devices is not None:
-        # Affects only host devices, and only before JAX first initialises devices.
+        # This changes only the number of CPU devices, and only if JAX has not initialized its devices yet.
         jax.config.update("jax_num_cpu_devices", options.devices)
     devices = jax.devices()
     count = options.devices or len(devices)
@@ -249,12 +254,15 @@ def device_mesh(options: argparse.Namespace) -> Mesh:
 
 
 def mesh_of(devices: Sequence[jax.Device], shape: tuple[int, int]) -> Mesh:
-    """Create a mesh with automatic axes, for which the compiler derives all shardings that are not annotated."""
+    """Create a mesh with axes of type ``Auto``: the compiler derives all shardings that are not annotated."""
     return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto), devices=devices)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train; print losses, seconds per step and, if requested, the difference from single-device losses."""
+    """Train, and print losses and seconds per step.
+
+    With ``--compare``, also train on a single device, and print the largest relative difference of the losses.
+    """
     options = parse(arguments)
     mesh = device_mesh(options)
     data = Data(options)

@@ -1,8 +1,8 @@
 """Train a neighborhood attention block to remove noise from video clips.
 
 A clip pans over one of the two photographs that come with scikit-learn, so nothing is downloaded. Noise is added to
-every pixel; the model sees linearly embedded patches and estimates the noise in them. With `--compare`, a second model
-starts from the same parameters and sees the same clips, but uses another backend and dtype.
+every pixel. The model embeds each patch linearly and estimates the noise in the patch. `--compare` trains a second
+model with the given backend and dtype, from the same initial parameters and on the same clips.
 
     python examples/video_denoising.py --steps 300 --compare flex-fna:float32 --json curves.json
 """
@@ -25,14 +25,14 @@ from natten_jax.flax_modules.nnx import NeighborhoodAttention3D
 from sklearn.datasets import load_sample_images
 
 DTYPES = ("float32", "float16", "bfloat16")
-LINES = 10  # number of printed losses
+LINES = 10  # largest number of table rows with losses
 PICTURE_SIZE = 427, 640  # height and width
-NOISE = 0.5  # standard deviation; pixels are in [-1, 1]
-SMOOTHING = 20  # steps to average losses over before comparing
+NOISE = 0.5  # standard deviation of the noise; pixels are in [-1, 1]
+SMOOTHING = 20  # width of the moving average of losses, in steps
 
 
 class Arithmetic(NamedTuple):
-    """Backend of the attention, and the dtype of the model."""
+    """Backend of the attention, and dtype in which the model computes."""
 
     backend: str | None
     dtype: str
@@ -57,7 +57,7 @@ class Block(nnx.Module):
 
 
 class Denoiser(nnx.Module):
-    """Denoise clips; every patch of a frame is a token. Parameters are always float32."""
+    """Denoise clips. A token is a patch of a frame. Parameters are float32 for every computation dtype."""
 
     def __init__(self, options: argparse.Namespace, arithmetic: Arithmetic) -> None:
         rngs = nnx.Rngs(options.seed)
@@ -65,7 +65,7 @@ class Denoiser(nnx.Module):
         features, pixels = options.heads * options.head_dim, 3 * options.patch**2
         self.dtype = dtype
         self.embed = nnx.Linear(pixels, features, dtype=dtype, rngs=rngs)
-        # A term per dimension: frame, row and column of a token.
+        # Position embedding of a token: the sum of a vector for its frame, its row and its column.
         self.frame, self.row, self.column = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, features))) for length in options.tokens
         )
@@ -81,7 +81,7 @@ class Denoiser(nnx.Module):
         )
         self.block = Block(features, attention, dtype, rngs)
         self.norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
-        # Zero, so that the untrained model is the identity.
+        # Zero weights, so that the untrained model returns its input.
         self.head = nnx.Linear(features, pixels, dtype=dtype, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
 
     def __call__(self, noisy: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ class Denoiser(nnx.Module):
 
 
 class Data:
-    """Clips cut out of pictures ``[n, height, width, 3]`` with values in [-1, 1]."""
+    """Random clips that pan over pictures ``[n, height, width, 3]`` with values in [-1, 1]."""
 
     def __init__(self, pictures: np.ndarray, options: argparse.Namespace) -> None:
         self.pictures = jnp.asarray(pictures)
@@ -102,7 +102,7 @@ class Data:
         self.clips = jax.jit(jax.vmap(self._clip, in_axes=(None, 0)))
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array]:
-        """Return noisy and clean patches ``[batch, *tokens, pixels]``: deterministic per step number."""
+        """Return noisy and clean patches of random clips, ``[batch, *tokens, pixels]``, for a step number."""
         return self.clips(self.pictures, jax.random.split(jax.random.fold_in(self.key, step), self.batch_size))
 
     def _clip(self, pictures: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +110,7 @@ class Data:
         size = rows * self.patch, columns * self.patch
         last_corner = np.array(pictures.shape[1:3]) - np.array(size)
         pass_, where, speed, noise = jax.random.split(key, 4)
-        # Pan from one corner to another in a straight line, at most a patch per frame.
+        # The clip moves in a straight line. Between frames it moves by at most a patch in each dimension.
         start = jax.random.uniform(where, (2,), maxval=last_corner)
         pan = jax.random.uniform(speed, (2,), minval=-1.0) * self.patch * (frames - 1)
         corners = jnp.linspace(start, jnp.clip(start + pan, 0, last_corner), frames).round().astype(int)
@@ -139,7 +139,7 @@ def train_step(model: Denoiser, optimizer: nnx.Optimizer[Any], noisy: jax.Array,
 
 
 class Run:
-    """A model in training."""
+    """The training of one model."""
 
     def __init__(self, options: argparse.Namespace, arithmetic: Arithmetic) -> None:
         self.arithmetic = arithmetic
@@ -151,31 +151,31 @@ class Run:
         self.seconds: list[float] = []
 
     def step(self, noisy: jax.Array, clean: jax.Array) -> None:
-        """Run a step; append its loss and its time to the lists."""
+        """Run a training step; append its loss to `losses` and its duration to `seconds`."""
         started = time.perf_counter()
         self.losses.append(float(train_step(self.model, self.optimizer, noisy, clean)))
         self.seconds.append(time.perf_counter() - started)
 
     @property
     def seconds_per_step(self) -> float:
-        """Median time of a step in seconds, without the first step, which compiles."""
+        """Median duration of a step in seconds. The first step is excluded, because it includes compilation."""
         return float(np.median(self.seconds[1:] or self.seconds))
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative difference of two loss curves, both smoothed by a moving average."""
+    """Smooth two loss curves with a moving average, and return their largest relative difference."""
     width = min(SMOOTHING, len(reference))
     smoothed, expected = (np.convolve(curve, np.full(width, 1 / width), "valid") for curve in (losses, reference))
     return float(np.max(np.abs(smoothed - expected) / expected))
 
 
 def print_line(label: str, cells: Sequence[str]) -> None:
-    """Print a line with a cell per run."""
+    """Print a table row: its label, then a cell for each run."""
     print(f"{label:>6}", *(f"{cell:>20}" for cell in cells), flush=True)
 
 
 def save_curves(path: Path, options: argparse.Namespace, runs: Sequence[Run]) -> None:
-    """Write the losses of all steps and their settings as JSON."""
+    """Write the settings, and the losses and seconds of every step of each run, to a JSON file."""
     run_options = "backend", "dtype", "compare", "json"
     curves = {
         **{name: value for name, value in vars(options).items() if name not in run_options},
@@ -187,7 +187,7 @@ def save_curves(path: Path, options: argparse.Namespace, runs: Sequence[Run]) ->
 
 
 def parse_arithmetic(text: str) -> Arithmetic:
-    """Parse ``backend:dtype`` for `--compare`."""
+    """Parse the value ``backend:dtype`` of `--compare`."""
     backend, _, dtype = text.partition(":")
     if not backend or dtype not in DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a backend and type, such as flex-fna:float32")
@@ -231,7 +231,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train; print losses, seconds per step and, if requested, the difference of the two curves."""
+    """Train, and print losses and seconds per step.
+
+    With ``--compare``, also print the largest relative difference of the smoothed losses of both models.
+    """
     options = parse(arguments)
     data = Data(load(), options)
     runs = [Run(options, Arithmetic(options.backend, options.dtype))]

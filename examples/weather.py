@@ -1,10 +1,10 @@
-"""Learn to forecast a field that winds carry around a globe, with windows that end at the date line or that wrap.
+"""Forecast a field that winds carry around a globe, with attention windows that end at the date line or wrap.
 
-The fields are smooth and random on a grid of latitudes and longitudes. Winds blow along the circles of latitude, each
-at a different speed, so that the future field is known exactly. Two models learn it from the same fields. For the
-first, the map ends in the east and in the west, and windows are cut there; for the second, windows wrap (``edges``).
-Then both forecast several steps, feeding each forecast back as the next input. Errors are relative to fields of
-standard deviation 1.
+The fields are smooth and random, on a grid of latitudes and longitudes. Winds blow eastward at a speed that depends on
+the latitude, so the exact future field is known. Two models train on the same fields. The first model cuts windows at
+the eastern and western ends of the map, which meet at the date line. The windows of the second model wrap from one end
+to the other (``edges``). Then both models forecast several steps: each forecast is the input of the next one. The
+program prints root mean square errors; the fields have a standard deviation of 1.
 
     python examples/weather.py --output weather.png
 """
@@ -26,12 +26,12 @@ from flax import nnx
 from natten_jax.flax_modules.nnx import NeighborhoodAttention2D
 
 matplotlib.use("Agg")  # there may be no display
-import matplotlib.pyplot as plt  # must follow the choice of a backend
+import matplotlib.pyplot as plt  # import only after matplotlib's backend is set
 
-GRAY = "#7d8896"  # text on light and on dark pages
+GRAY = "#7d8896"  # color of text, readable on light and on dark pages
 HEAD_DIM = 8
-MODES = 24  # number of waves in a field
-SHORTEST = 5  # largest number of wavelengths around the globe
+MODES = 24  # number of random waves whose sum is a field
+SHORTEST = 5  # largest number of wavelengths around a circle of latitude
 EDGES = {"cut": ("cut", "cut"), "wrap": ("cut", "wrap")}
 
 
@@ -45,7 +45,7 @@ class Block(nnx.Module):
             num_heads=features // HEAD_DIM,
             kernel_size=kernel_size,
             edges=edges,
-            relative_bias=True,  # encodes the direction that a wind comes from
+            relative_bias=True,  # lets attention depend on the direction, such as upwind
             rngs=rngs,
         )
         self.perceptron_norm = nnx.LayerNorm(features, rngs=rngs)
@@ -61,8 +61,8 @@ class Block(nnx.Module):
 class Forecaster(nnx.Module):
     """Predict the next field from a field ``[batch, latitudes, longitudes]``.
 
-    A token's input contains its latitude but not its longitude: the model with wrapping windows is the same everywhere
-    on a circle of latitude.
+    The input of a token contains its latitude but not its longitude. If windows wrap, a rotation of the input around
+    the globe by whole cells therefore rotates the prediction by as many cells.
     """
 
     def __init__(self, options: argparse.Namespace, edges: Sequence[str], rngs: nnx.Rngs) -> None:
@@ -87,12 +87,15 @@ def latitudes_of(count: int) -> jax.Array:
 
 
 def winds(latitudes: jax.Array, longitudes: int) -> jax.Array:
-    """Return the distance that the wind of each latitude blows per step, in radians: about two cells to the east."""
+    """Return how far the wind at each latitude blows eastward per step, in radians: one to three cells."""
     return (2 + jnp.sin(2 * latitudes)) * 2 * jnp.pi / longitudes
 
 
 def weather(key: jax.Array, count: int, steps: int, grid: Sequence[int]) -> jax.Array:
-    """Return random fields ``[steps + 1, count, latitudes, longitudes]`` of standard deviation 1, at every step."""
+    """Return random fields at steps 0 to ``steps``: ``[steps + 1, count, latitudes, longitudes]``.
+
+    Values have mean 0 and standard deviation 1 over random fields.
+    """
     latitudes, longitudes = latitudes_of(grid[0]), jnp.arange(grid[1]) / grid[1] * 2 * jnp.pi
     size_key, direction_key, phase_key, sign_key = jax.random.split(key, 4)
     around = jax.random.randint(size_key, (count, MODES), 1, SHORTEST + 1)
@@ -118,12 +121,12 @@ def train_step(model: Forecaster, optimizer: nnx.Optimizer[Any], now: jax.Array,
 
 @nnx.jit
 def forecast(model: Forecaster, fields: jax.Array) -> jax.Array:
-    """Predict the fields of the next step."""
+    """Predict the fields one step later."""
     return model(fields)
 
 
 def trained(options: argparse.Namespace, edges: Sequence[str]) -> Forecaster:
-    """Train a model on ``--steps`` batches of fields, which are the same for all ``edges``."""
+    """Train a model on ``--steps`` batches of random fields. The batches do not depend on ``edges``."""
     model = Forecaster(options, edges, nnx.Rngs(options.seed))
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, options.steps // 10, options.steps)
     optimizer = nnx.Optimizer(model, optax.adamw(schedule, weight_decay=1e-4), wrt=nnx.Param)
@@ -135,7 +138,7 @@ def trained(options: argparse.Namespace, edges: Sequence[str]) -> Forecaster:
 
 
 def errors_of(model: Forecaster, truth: jax.Array) -> np.ndarray:
-    """Return root mean square errors of forecasts from the first fields, by longitude: ``[steps, longitudes]``."""
+    """Forecast from the fields ``truth[0]``; return root mean square errors ``[steps, longitudes]``."""
     fields, found = truth[0], []
     for expected in truth[1:]:
         fields = forecast(model, fields)
@@ -144,7 +147,7 @@ def errors_of(model: Forecaster, truth: jax.Array) -> np.ndarray:
 
 
 def save_picture(path: Path, errors: dict[str, np.ndarray]) -> None:
-    """Draw the errors of the last forecast by longitude."""
+    """Plot the errors of the final forecast step against longitude."""
     figure, axis = plt.subplots(figsize=(5.5, 2.6), layout="constrained")
     for (name, found), color in zip(errors.items(), ("#e0533d", "#2f7fc1"), strict=True):
         longitudes = np.arange(found.shape[1]) / found.shape[1] * 360 - 180
@@ -182,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(np.subtract(options.grid, options.kernel_size)) < 0:
         parser.error(f"--kernel-size {options.kernel_size} must fit --grid {options.grid}")
 
-    # Fields that were not used for training.
+    # Fields for testing, which were not used for training.
     truth = weather(jax.random.key(options.seed + 1), 64, options.forecast, options.grid)
     reach = options.forecast * options.depth * (options.kernel_size[1] // 2)
     seam = np.minimum(np.arange(options.grid[1]), np.arange(options.grid[1])[::-1]) < min(reach, options.grid[1] // 8)

@@ -1,12 +1,14 @@
-"""Neighborhood attention for Flax (the extra ``flax``).
+"""Neighborhood attention for Flax. Install it with the extra ``flax``.
 
 Importing this package only checks that Flax is installed. Import the submodule that you need:
 
 - :mod:`natten_jax.flax_modules.nnx`: ``NeighborhoodAttention1D``, ``2D`` and ``3D`` for :mod:`flax.nnx`.
-- :mod:`natten_jax.flax_modules.linen`: these modules for :mod:`flax.linen`, with equal arguments and parameters.
+- :mod:`natten_jax.flax_modules.linen`: modules of these names for :mod:`flax.linen`. They have the same parameters and
+  constructor arguments, except the arguments ``rngs`` and ``*_metadata`` of ``nnx``.
 - :mod:`natten_jax.flax_modules.attention_fn`: ``neighborhood_attention_fn``, for the ``attention_fn`` argument of
   Flax's own ``MultiHeadAttention``.
-- :mod:`natten_jax.flax_modules.convert`: conversion of the weights of NATTEN's and Hugging Face's PyTorch modules.
+- :mod:`natten_jax.flax_modules.convert`: functions that convert weights from the PyTorch modules of NATTEN and Hugging
+  Face.
 
 Example::
 

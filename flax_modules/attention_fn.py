@@ -1,4 +1,4 @@
-"""Neighborhood attention for Flax: common parts of the modules, and an ``attention_fn`` for Flax's own attention."""
+"""Code that the Flax modules share, and an ``attention_fn`` for Flax's own ``MultiHeadAttention``."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ __all__ = ["NeighborhoodAttentionFn", "neighborhood_attention_fn"]
 _OPERATORS = {1: na1d, 2: na2d, 3: na3d}
 #: Names of the token dimensions, by rank.
 _LAYOUTS = {1: "seqlen", 2: "height, width", 3: "depth, height, width"}
-#: Note for errors about inputs that may be flattened, ``[batch, tokens, features]``.
+#: Hint for error messages: the caller may have flattened the tokens to ``[batch, tokens, features]``.
 _FLATTENED = (
     "the last dimensions are the token layout and the features, so that tokens which are flattened to "
     "[batch, tokens, features] need their layout of {rank} dimensions back"
 )
-#: Initializer of relative biases, with the standard deviation of published models.
+#: Initializer of relative biases. Published models use the same standard deviation.
 draw_bias = jax.nn.initializers.truncated_normal(0.02)
 
 
 class AttentionDropoutWarning(UserWarning):
-    """Dropout of attention weights is on, which requires the weights as an array in memory."""
+    """Warning that dropout of attention weights is on: the weights are then stored as an array in memory."""
 
 
 class Performance(PerformanceArguments, total=False):
@@ -59,7 +59,7 @@ class Performance(PerformanceArguments, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Neighborhood:
-    """Neighborhood attention with all arguments fixed except its arrays.
+    """Neighborhood attention with fixed window and performance arguments; a call passes the arrays.
 
     Instances are hashable and comparable, as Flax requires for static attributes of modules. Modules with equal
     arguments share a compiled program.
@@ -84,9 +84,11 @@ class Neighborhood:
             query: ``[*batch, *layout, heads, head_dim]``, with any number of batch dimensions.
             key: ``[*batch, *layout, heads_kv, head_dim]``.
             value: ``[*batch, *layout, heads_kv, head_dim_v]``.
-            drop: Dropout of the attention weights, which are then stored as an array; ``None`` without dropout.
-            **terms: ``query_origin``, ``extents``, ``upsample``, ``relative_bias``, ``key_bias`` and ``sinks`` of the
-                operators. ``query_origin``, ``extents`` and ``key_bias`` may have all batch dimensions.
+            drop: Function that applies dropout to the attention weights, which are then stored as an array. ``None``
+                turns this dropout off.
+            **terms: The arguments ``query_origin``, ``extents``, ``upsample``, ``relative_bias``, ``key_bias`` and
+                ``sinks`` of the operators. ``query_origin``, ``extents`` and ``key_bias`` may have as many batch
+                dimensions as ``query``.
 
         Returns:
             ``[*batch, *layout, heads, head_dim_v]``.
@@ -109,7 +111,7 @@ class Neighborhood:
         except ValueError as error:
             flattened = f" (without a batch dimension, {_FLATTENED.format(rank=self.rank)})"
             message = f"{error}{'' if batch or self.rank == 1 else flattened}"
-            if self.scale_name == "qk_scale":  # the caller is a module, whose arguments have other names
+            if self.scale_name == "qk_scale":  # the caller is a Flax module: use the names of its arguments
                 message = message.replace("query, key and value", "inputs and inputs_kv").replace(
                     "query has", "inputs has"
                 )
@@ -119,7 +121,11 @@ class Neighborhood:
 
 
 def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | None) -> Any:
-    """Flatten the leading dimensions ``batch`` of an array that has them, if ``rank`` (``None``: any) others follow."""
+    """Flatten the batch dimensions of an array to one dimension.
+
+    An array is returned unchanged if its shape does not begin with ``batch``. If ``rank`` is not ``None``, an array is
+    also returned unchanged if ``batch`` is empty, or if the number of the remaining dimensions is not ``rank``.
+    """
     shape = getattr(array, "shape", ())
     others = shape[len(batch) :]
     if array is None or shape[: len(batch)] != batch or (rank is not None and (not batch or len(others) != rank)):
@@ -130,7 +136,7 @@ def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | No
 def _attend_dropping(
     drop: Callable[[jax.Array], jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, **others: Any
 ) -> jax.Array:
-    """Run neighborhood attention with dropout of weights; the other arguments are an operator's arguments."""
+    """Compute neighborhood attention with dropout of the weights; ``others`` are arguments of the operator."""
     names = "query_origin", "extents", "clamp_window", "fp8"
     given = [name for name in names if not (others.get(name) is None or others.get(name) is False)]
     if given or query.shape[:-2] != key.shape[:-2]:
@@ -152,13 +158,13 @@ def _attend_dropping(
 
 
 def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name: str = "scale") -> Neighborhood:
-    """Check all arguments that do not depend on tokens.
+    """Check all arguments that can be checked without the arrays, and return the attention with these arguments.
 
     Args:
-        module: Name of the module, for messages.
-        rank: Token dimensions.
-        settings: Window arguments, ``clamp_window``, the scale, and arguments of :class:`Performance`.
-        scale_name: Name of the scale in ``settings``.
+        module: Name of the module or function, for error messages.
+        rank: Number of token dimensions.
+        settings: The window arguments, ``clamp_window``, the scale, and the arguments of :class:`Performance`.
+        scale_name: Key of the scale in ``settings``. Error messages use it as the name of the argument.
 
     Raises:
         ValueError: A value breaks a rule of the operator, or ``backend`` is unknown.
@@ -182,7 +188,10 @@ def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name
 
 
 def frozen(value: Any) -> Any:
-    """Return a hashable copy, with sequences and arrays of numbers as tuples, also inside mappings."""
+    """Return a hashable copy of an argument.
+
+    :func:`hashable` converts sequences and arrays. A mapping becomes a ``FrozenDict``, with converted values.
+    """
     if not isinstance(value, Mapping):
         return hashable(value)
     return cast(Any, FrozenDict)({name: frozen(each) for name, each in value.items()})
@@ -194,50 +203,57 @@ def frozen(value: Any) -> Any:
 class NeighborhoodModule:
     """Base class of the modules for ``flax.nnx`` and ``flax.linen``; their docstrings are built from this docstring.
 
-    Maps ``[*batch, {layout}, in_features]`` to ``[*batch, {layout}, out_features]``, with zero or more batch
-    dimensions. Reshape flattened tokens ``[batch, tokens, in_features]`` of an image to the image's layout first.
+    The module maps ``[*batch, {layout}, in_features]`` to ``[*batch, {layout}, out_features]``, with zero or more batch
+    dimensions. If the tokens of an image are flattened to ``[batch, tokens, in_features]``, reshape them to the image's
+    layout first.
 
-    Window arguments take a value per token dimension, or a single value for all. Names and shapes of the parameters
-    follow Flax's ``MultiHeadAttention``: ``query``, ``key`` and ``value`` have kernels
-    ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``, ``out`` has a kernel
-    ``[num_heads, head_dim, out_features]`` and a bias ``[out_features]``; with ``normalize_qk``, ``query_ln`` and
-    ``key_ln`` have scales ``[head_dim]``; with ``relative_bias``, ``rpb`` is ``[heads, 2 * kernel_size - 1, ...]``;
-    with ``sinks``, ``sinks`` is ``[heads]``.
+    Projections and normalizations have the names and shapes of Flax's ``MultiHeadAttention``. The parameters are:
+
+    - ``query``, ``key`` and ``value``: kernels ``[in_features, heads, head_dim]`` and biases ``[heads, head_dim]``. For
+      ``key`` and ``value``, ``heads`` is ``num_kv_heads``.
+    - ``out``: a kernel ``[num_heads, head_dim, out_features]`` and a bias ``[out_features]``.
+    - ``query_ln`` and ``key_ln``, if ``normalize_qk`` is set: scales ``[head_dim]``.
+    - ``rpb``, if ``relative_bias`` is set: biases ``[num_heads, 2 * kernel_size - 1, ...]``.
+    - ``sinks``, if ``sinks`` is set: logits ``[num_heads]``.
+
+    Window arguments take one value per token dimension, or a single value for all dimensions.
 
     Arguments:
-        num_heads: Query heads.
+        num_heads: Number of query heads.
         kernel_size: Window extent in tokens; -1 is the whole extent (with dilation, the largest window that fits).
-        stride: Queries that share a window; at most ``kernel_size``.
-        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
-            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
-        clamp_window: Clamp windows larger than the layout to the largest that fit.
+        stride: Number of queries that share a window; at most ``kernel_size``.
+        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` must fit the layout.
+        is_causal: Mask out the keys after each query.
+        edges: Boundary mode of windows that cross an end of the layout: ``"shift"`` moves the window inside, ``"cut"``
+            drops its keys beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the
+            extent).
+        clamp_window: Shrink windows that are larger than the layout to the largest that fit, instead of raising.
         qkv_bias: Give the query, key and value projections a bias; the output projection always has a bias.
-        qk_scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
-        attn_drop: Rate of dropout of attention weights. While dropout is on, the weights are stored as an array, which
-            is slower than the fused operators and raises a warning. The operators run while dropout is off.
-        proj_drop: Rate of dropout after the output projection.
-        num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA, MQA); ``None`` is ``num_heads``.
-        qkv_features: Features of all query heads together; ``None`` is ``in_features``.
-        out_features: Features per token of the output; ``None`` is ``in_features``.
-        relative_bias: Add a learned bias ``rpb`` to the logits, for each offset of a key within a window, as
-            ``relative_bias`` of the operators.
-        sinks: Add a learned logit per query head to the softmax denominator, as ``sinks`` of the operators. Its initial
-            value is 0.
-        normalize_qk: Normalize the features of each query and key head, with a learned scale.
-        deterministic: Turn dropout off; ``deterministic`` of a call takes precedence. If ``attn_drop`` or ``proj_drop``
-            is above 0, ``deterministic`` must be given to the constructor or to the call.
+        qk_scale: Factor of the logits. The default is ``head_dim ** -0.5``.
+        attn_drop: Dropout rate of the attention weights. While dropout is on, the weights are stored as an array. This
+            is slower than the fused operators and emits a warning. While dropout is off, the fused operators run.
+        proj_drop: Dropout rate of the output projection's result.
+        num_kv_heads: Number of key and value heads, which must divide ``num_heads`` (GQA, MQA). The default is
+            ``num_heads``.
+        qkv_features: Features of all query heads together. The default is ``in_features``.
+        out_features: Features per token of the output. The default is ``in_features``.
+        relative_bias: Add a learned bias ``rpb`` to the logits, with one value per head and per offset of a key from a
+            query, like the operators' argument ``relative_bias``.
+        sinks: Add a learned logit per query head to the softmax denominator, like the operators' argument ``sinks``.
+            The initial value is 0.
+        normalize_qk: Apply layer normalization with a learned scale to the features of each query head and key head.
+        deterministic: Turn dropout off. The argument ``deterministic`` of a call takes precedence. If ``attn_drop`` or
+            ``proj_drop`` is above 0, ``deterministic`` must be given to the constructor or to the call.
         dtype: Computation type; ``None`` uses the type to which inputs and parameters promote.
         param_dtype: Type of the parameters.
         precision: Precision of the projections.
-        kernel_init: Initializer of the kernels.
-        kv_kernel_init: Initializer of the kernels of key and value; ``None`` is ``kernel_init``.
-        out_kernel_init: Initializer of the output projection's kernel; ``None`` is ``kernel_init``.
-        bias_init: Initializer of the biases.
-        kv_bias_init: Initializer of the biases of key and value; ``None`` is ``bias_init``.
-        out_bias_init: Initializer of the output projection's bias; ``None`` is ``bias_init``.
-        attention_kwargs: As in :func:`natten_jax.na{rank}d`. These arguments of the operator are also supported:
+        kernel_init: Initializer of the projections' kernels.
+        kv_kernel_init: Initializer of the kernels of the key and value projections. The default is ``kernel_init``.
+        out_kernel_init: Initializer of the output projection's kernel. The default is ``kernel_init``.
+        bias_init: Initializer of the projections' biases.
+        kv_bias_init: Initializer of the biases of the key and value projections. The default is ``bias_init``.
+        out_bias_init: Initializer of the output projection's bias. The default is ``bias_init``.
+        attention_kwargs: As in :func:`natten_jax.na{rank}d`. The module also accepts these arguments of the operator:
             ``backend``, ``fp8``, ``q_tile_shape``, ``kv_tile_shape``, ``backward_q_tile_shape``,
             ``backward_kv_tile_shape``, ``backward_kv_splits``, ``backward_use_xla_reduction``,
             ``backward_deterministic``, ``memory_usage_preference``, ``run_persistent_kernel`` and ``kernel_schedule``.
@@ -250,7 +266,7 @@ class NeighborhoodModule:
     rank: ClassVar[int]
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Fill in the docstring of the base class for a class that defines its rank."""
+        """If the class defines ``rank``, build its docstring from the docstring templates of its base classes."""
         super().__init_subclass__(**options)
         if "rank" not in vars(cls):
             return
@@ -268,7 +284,7 @@ class NeighborhoodModule:
         cls.__doc__ = text
 
     def _tokens(self, inputs: Any, inputs_kv: Any, in_features: int | None) -> tuple[jax.Array, jax.Array]:
-        """Check and return the inputs of queries, and the inputs of keys and values."""
+        """Check the inputs. Return the input of the query projection and the input of the key and value projections."""
         inputs = array_of(inputs)
         _check_input(inputs, self.rank, in_features)
         others = inputs if inputs_kv is None else array_of(inputs_kv)
@@ -277,10 +293,10 @@ class NeighborhoodModule:
 
 
 def bias_shape(relative_bias: bool, num_heads: int, window: WindowArguments) -> tuple[int, ...] | None:
-    """Return the shape of the relative bias of a module with checked windows; ``None`` without a bias.
+    """Return the shape of a module's relative bias; ``None`` if the module has no relative bias.
 
     Raises:
-        ValueError: A window extent is -1: it depends on the layout, which is unknown.
+        ValueError: A window extent is -1. It then depends on the layout, which is unknown here.
         TypeError: ``relative_bias`` is not a bool.
     """
     if not flag("relative_bias", relative_bias):
@@ -299,13 +315,13 @@ def drop_of_weights(
     """Return a function that drops attention weights; ``None`` if dropout is off."""
     if dropout is None or (dropout.deterministic if deterministic is None else deterministic) is True:
         return None
-    if isinstance(rngs, jax.Array):  # a separate key: output dropout uses the given key
+    if isinstance(rngs, jax.Array):  # derive another key: output dropout uses the given key
         rngs = jax.random.fold_in(rngs, 1)
     return functools.partial(dropout, deterministic=deterministic, rngs=rngs)
 
 
 def settings_of(common: Mapping[str, Any], *values: Any) -> dict[str, Any]:
-    """Return the settings of a projection: the given values, or the common setting for ``None``."""
+    """Return the settings of a projection: ``values``, with ``None`` replaced by the setting in ``common``."""
     pairs = zip(common.items(), values, strict=True)
     return {name: default if value is None else value for (name, default), value in pairs}
 
@@ -313,10 +329,13 @@ def settings_of(common: Mapping[str, Any], *values: Any) -> dict[str, Any]:
 def head_sizes(
     num_heads: int, num_kv_heads: int | None, in_features: int | None, qkv_features: int | None
 ) -> tuple[int, int, int]:
-    """Return query heads, key/value heads, and features per head (0 if ``in_features`` is unknown).
+    """Return the number of query heads, the number of key/value heads, and the head dimension.
+
+    The head dimension is 0 if ``in_features`` is ``None``.
 
     Raises:
-        ValueError: The query heads are not a multiple of the key/value heads, or do not divide the features.
+        ValueError: A size is less than 1, ``num_heads`` is not a multiple of ``num_kv_heads``, or ``num_heads`` does
+            not divide the features.
         TypeError: An argument is not an int.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -364,7 +383,7 @@ def check_dropout(attn_drop: float, proj_drop: float) -> None:
 
 
 def _check_input(inputs: jax.Array, rank: int, in_features: int | None, name: str = "inputs") -> None:
-    """Raise unless an array is ``[*batch, *layout, in_features]``."""
+    """Check that an array has the shape ``[*batch, *layout, in_features]``."""
     check_array(name, inputs)
     if inputs.ndim < rank + 1:
         raise ValueError(
@@ -398,11 +417,11 @@ def neighborhood_attention_fn(
     clamp_window: bool = False,
     **performance: Unpack[Performance],
 ) -> NeighborhoodAttentionFn:
-    """Make an ``attention_fn`` for ``flax.nnx`` and ``flax.linen``.
+    """Return an ``attention_fn`` for the ``MultiHeadAttention`` of ``flax.nnx`` or ``flax.linen``.
 
-    The number of token dimensions follows from the query's shape: a module that is called with
-    ``[batch, height, width, features]`` attends in two dimensions. Window arguments take a value per
-    dimension, or a single value for all.
+    The number of token dimensions follows from the query's shape: if the inputs of ``MultiHeadAttention`` are
+    ``[batch, height, width, features]``, windows have two dimensions. Window arguments take one value per token
+    dimension, or a single value for all dimensions.
 
     Example:
         >>> import jax.numpy as jnp
@@ -417,17 +436,19 @@ def neighborhood_attention_fn(
 
     Args:
         kernel_size: Window extent in tokens.
-        stride: Queries that share a window; at most ``kernel_size``.
-        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Hide later keys.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``, as in Flax.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
-            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
-        clamp_window: Clamp windows larger than the layout to the largest that fit.
+        stride: Number of queries that share a window; at most ``kernel_size``.
+        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` must fit the layout.
+        is_causal: Mask out the keys after each query.
+        scale: Factor of the logits. The default is ``head_dim ** -0.5``, as in Flax.
+        edges: Boundary mode of windows that cross an end of the layout: ``"shift"`` moves the window inside, ``"cut"``
+            drops its keys beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the
+            extent).
+        clamp_window: Shrink windows that are larger than the layout to the largest that fit, instead of raising.
         **performance: ``backend``, ``fp8`` and the other performance arguments of :func:`natten_jax.na1d`.
 
     Returns:
-        The function. Functions with equal arguments compare equal, so that modules with equal functions share programs.
+        The function. Two functions with equal arguments compare equal, so modules that use them can share a compiled
+        program.
 
     Raises:
         ValueError: A value breaks a rule above, or ``backend`` is unknown.
@@ -449,11 +470,11 @@ class NeighborhoodAttentionFn:
 
     @property
     def rank(self) -> int | None:
-        """Number of token dimensions that the arguments imply; ``None`` if they are valid for any number."""
+        """Number of token dimensions: the length of arguments that are tuples; ``None`` if all are single values."""
         return next((len(v) for v in self.settings.values() if isinstance(v, tuple)), None)
 
     def for_rank(self, rank: int) -> Neighborhood:
-        """Return the operator for a number of token dimensions."""
+        """Return the attention for ``rank`` token dimensions."""
         return neighborhood("neighborhood_attention_fn", rank, self.settings)
 
     def __call__(
@@ -481,10 +502,11 @@ class NeighborhoodAttentionFn:
     ) -> jax.Array:
         """Compute the attention.
 
-        Arguments of Flax that neighborhood attention does not support raise an error instead of being ignored.
+        An argument of Flax that neighborhood attention does not support raises an error, unless it is documented as
+        ignored.
 
         Args:
-            query: ``[batch, *layout, heads, head_dim]``, without the scale of the logits.
+            query: ``[batch, *layout, heads, head_dim]``, not yet multiplied by the scale of the logits.
             key: ``[batch, *layout, heads_kv, head_dim]``.
             value: ``[batch, *layout, heads_kv, head_dim_v]``.
             bias: Must be ``None``.
@@ -497,18 +519,19 @@ class NeighborhoodAttentionFn:
             precision: Ignored: products always accumulate in float32 or better.
             module: Must be ``None``: attention weights are not stored, so they cannot be sown.
             promote_dtype: Function that casts the arrays to a common type.
-            is_causal: May be True only if the function was made with ``is_causal``, for a single token dimension.
+            is_causal: Must be False, unless there is one token dimension and the function was made with ``is_causal``.
             force_fp32_for_softmax: Ignored: the softmax is always computed in float32 or better.
             einsum_dot_general: Must be ``None``.
             qk_attn_weights_einsum: Must be ``None``.
             attn_weights_value_einsum: Must be ``None``.
-            input_positions: Must be ``None``; rotate query and key in a function around this one.
+            input_positions: Must be ``None``. For rotary embeddings, wrap this function in one that rotates query and
+                key.
 
         Returns:
             ``[batch, *layout, heads, head_dim_v]``.
 
         Raises:
-            ValueError: An argument is not supported, or the window does not fit the arrays.
+            ValueError: An argument is not supported, or the window does not fit the layout.
         """
         unsupported: dict[str, Any] = {"bias": bias, "mask": mask, "module": module, "input_positions": input_positions}
         unsupported |= {"einsum_dot_general": einsum_dot_general, "qk_attn_weights_einsum": qk_attn_weights_einsum}

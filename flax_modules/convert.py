@@ -1,12 +1,13 @@
-"""Conversion of weights of NATTEN's and Hugging Face's PyTorch modules for the modules of this package.
+"""Convert weights from the PyTorch modules of NATTEN and Hugging Face to parameters of the Flax modules.
 
 NATTEN's ``NeighborhoodAttention1D``, ``2D`` and ``3D`` have ``qkv.weight`` ``[3 * features, features]``, ``qkv.bias``
-(with ``qkv_bias``), ``proj.weight`` ``[features, features]`` and ``proj.bias``. Rows of ``qkv`` are ordered by query,
-key and value, then by head, then by head dimension. Modules of releases before 0.20 may also have ``rpb``, the relative
-bias, ``[heads, 2 * kernel_size - 1, ...]``.
+(if ``qkv_bias`` is set), ``proj.weight`` ``[features, features]`` and ``proj.bias``. The rows of ``qkv.weight`` belong
+to query, key and value, in this order. Within each of the three, they are ordered by head, then by head dimension.
+Modules of NATTEN releases before 0.20 may also have a relative bias ``rpb`` ``[heads, 2 * kernel_size - 1, ...]``.
 
-NAT and DiNAT of Hugging Face's transformers have ``query``, ``key`` and ``value`` instead of ``qkv``, in a module
-``self`` that also has ``rpb``, and ``output.dense`` instead of ``proj``.
+The attention of NAT and DiNAT in Hugging Face's transformers has two submodules. The submodule ``self`` has ``query``,
+``key`` and ``value`` instead of ``qkv``, and also has ``rpb``. The submodule ``output`` has ``dense`` instead of
+``proj``.
 
 Weights may be PyTorch tensors or NumPy arrays; PyTorch need not be installed.
 """
@@ -50,9 +51,10 @@ def linen_params(
 
     Args:
         state_dict: The ``state_dict()`` of the NATTEN module or of a whole model.
-        num_heads: Heads of the module.
-        prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``. In Hugging Face's NAT and DiNAT,
-            prefix of ``self.query.weight``, such as ``"dinat.encoder.levels.0.layers.0.attention."``.
+        num_heads: Number of heads of the module.
+        prefix: Prefix of the module's names in ``state_dict``. For NATTEN, the prefix precedes ``qkv.weight``; an
+            example is ``"blocks.0.attn."``. For Hugging Face's NAT and DiNAT, the prefix precedes
+            ``self.query.weight``; an example is ``"dinat.encoder.levels.0.layers.0.attention."``.
         param_dtype: Type of the parameters; ``None`` keeps the type of the weights.
 
     Returns:
@@ -76,7 +78,9 @@ def load_nnx(
     *,
     prefix: str = "",
 ) -> None:
-    """Load the weights of a NATTEN module into a module for ``flax.nnx``, in place and in its ``param_dtype``.
+    """Load the weights of a NATTEN module into a module for ``flax.nnx``, in place.
+
+    The weights are converted to the ``param_dtype`` of the module.
 
     Example:
         >>> import numpy as np
@@ -90,15 +94,17 @@ def load_nnx(
         >>> convert.load_nnx(layer, weights, prefix="attn.")
 
     Args:
-        module: The module, with equal numbers of query and key/value heads. Abstract parameters of a module from
-            ``nnx.eval_shape`` are replaced by arrays; the module's random streams do not change.
+        module: The module. It must have as many key/value heads as query heads, and ``normalize_qk=False``. If the
+            module is from ``nnx.eval_shape``, arrays replace its abstract parameters; its random streams do not change.
         state_dict: The ``state_dict()`` of the NATTEN module or of a whole model.
-        prefix: Prefix of ``qkv.weight`` in the names, such as ``"blocks.0.attn."``. In Hugging Face's NAT and DiNAT,
-            prefix of ``self.query.weight``, such as ``"dinat.encoder.levels.0.layers.0.attention."``.
+        prefix: Prefix of the module's names in ``state_dict``. For NATTEN, the prefix precedes ``qkv.weight``; an
+            example is ``"blocks.0.attn."``. For Hugging Face's NAT and DiNAT, the prefix precedes
+            ``self.query.weight``; an example is ``"dinat.encoder.levels.0.layers.0.attention."``.
 
     Raises:
-        ValueError: A weight is missing, has an unexpected shape, or does not match the module. The module is unchanged.
-        TypeError: A weight is not an array of floats. The module is unchanged.
+        ValueError: A weight is missing, has an unexpected shape, or does not match the module. The module is then
+            unchanged.
+        TypeError: A weight is not an array of floats. The module is then unchanged.
     """
     if not isinstance(module, NeighborhoodAttention):
         raise TypeError(f"module must be a NeighborhoodAttention module for flax.nnx, got {shown(module)}")
@@ -135,10 +141,10 @@ def load_nnx(
 
 
 def _placed_like(variable: nnx.Param[jax.Array], array: FloatArray) -> jax.Array:
-    """Return the array in the variable's type, with the sharding of its value."""
+    """Convert the array to the dtype and the sharding of the variable."""
     sharding = getattr(variable.get_value(), "sharding", None)
     array = array.astype(variable.dtype)
-    # Shardings of traced values have abstract meshes, without devices.
+    # The sharding of a traced value has an abstract mesh, which has no devices.
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return jax.device_put(array, sharding)
     return jnp.asarray(array)
@@ -148,13 +154,13 @@ _Weights = tuple[dict[str, dict[str, FloatArray]], FloatArray | None]
 
 
 def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weights:
-    """Check the weights and convert them to Flax's shapes: projections by name, and the relative bias."""
+    """Check the weights. Return the projections by name, in Flax's shapes, and the relative bias or ``None``."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to weights, got {type(state_dict).__name__}")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a str, got {shown(prefix)}")
     check_positive(num_heads=num_heads)
-    # Hugging Face's attention has two modules: `self` with query, key and value, and `output` with the last projection.
+    # Hugging Face's attention has the submodules `self` (query, key and value) and `output` (the output projection).
     inner = next((own for own in (prefix, f"{prefix}self.") if f"{own}query.weight" in state_dict), None)
     if inner is None:
         inner, source, weights = prefix, f"{prefix}qkv.weight", _joint(state_dict, prefix)
@@ -171,7 +177,7 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weigh
     head = num_heads, features // num_heads
     projections: dict[str, dict[str, FloatArray]] = {}
     for name, (weight, bias) in zip(("query", "key", "value"), weights, strict=True):
-        # PyTorch's kernels have shape [out, in].
+        # PyTorch's weights have shape [out, in], Flax's kernels [in, out].
         projections[name] = {"kernel": weight.T.reshape(features, *head)}
         if bias is not None:
             projections[name]["bias"] = bias.reshape(head)
@@ -196,7 +202,7 @@ _Pair = tuple[FloatArray, FloatArray | None]
 
 
 def _joint(state_dict: Mapping[str, Any], prefix: str) -> list[_Pair]:
-    """Return weights and biases of query, key and value from NATTEN's joint ``qkv`` projection."""
+    """Split NATTEN's ``qkv`` projection into the weight and bias of query, key and value."""
     weight = _tensor(state_dict, prefix, "qkv.weight")
     if weight.ndim != 2 or weight.shape[0] != 3 * weight.shape[1]:
         raise ValueError(f"{prefix}qkv.weight has shape {weight.shape}, but NATTEN's is [3 * features, features]")
@@ -208,7 +214,7 @@ def _joint(state_dict: Mapping[str, Any], prefix: str) -> list[_Pair]:
 
 
 def _pair(state_dict: Mapping[str, Any], prefix: str, name: str) -> _Pair:
-    """Return the weight and bias of a separate projection."""
+    """Return the weight and bias of one of Hugging Face's projections ``query``, ``key`` and ``value``."""
     weight = _tensor(state_dict, prefix, f"{name}.weight")
     features = _tensor(state_dict, prefix, "query.weight").shape[-1:]
     if weight.shape != features * 2:
@@ -226,7 +232,10 @@ def _pair(state_dict: Mapping[str, Any], prefix: str, name: str) -> _Pair:
 def _tensor(
     state_dict: Mapping[str, Any], prefix: str, name: str, shape: tuple[int, ...] | None = None, source: str = ""
 ) -> FloatArray:
-    """Return the weight ``prefix + name``, after checking its shape, which the weight ``source`` determines."""
+    """Return the weight ``prefix + name``.
+
+    If ``shape`` is given, the weight must have this shape, which was derived from the shape of the weight ``source``.
+    """
     if prefix + name not in state_dict:
         found = [re.match(r"(.*?)(qkv|(self\.)?query)\.weight$", key) for key in state_dict if isinstance(key, str)]
         prefixes = ", ".join(sorted(repr(match[1]) for match in found if match))
@@ -244,16 +253,16 @@ def _float_array(name: str, tensor: Any) -> FloatArray:
     """Convert a weight to a NumPy array."""
     rule = f"state_dict[{name!r}] must be an array of floats"
     if hasattr(tensor, "detach"):
-        # NumPy rejects PyTorch tensors that require gradients, are on a GPU, or have a type that NumPy lacks.
+        # NumPy rejects PyTorch tensors that require gradients, that are on a GPU, or whose dtype NumPy lacks.
         tensor = tensor.detach().cpu()
         tensor = tensor.float() if "bfloat16" in str(tensor.dtype) else tensor
     try:
         array: FloatArray = np.asarray(tensor)
-    except (TypeError, ValueError) as error:  # ragged lists, or a type that NumPy does not have
+    except (TypeError, ValueError) as error:  # ragged lists, or a dtype that NumPy lacks
         raise TypeError(f"{rule}, got {type(tensor).__name__}: {error}") from None
     if not _is_float(array.dtype):
         raise TypeError(f"{rule}, got {type(tensor).__name__} of dtype {array.dtype}")
-    return array.astype(array.dtype.newbyteorder("="), copy=False)  # files may have another byte order
+    return array.astype(array.dtype.newbyteorder("="), copy=False)  # weights from files may have the other byte order
 
 
 def _is_float(dtype: Any) -> bool:

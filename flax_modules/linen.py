@@ -28,7 +28,7 @@ __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAt
 class NeighborhoodAttention(NeighborhoodModule, linen.Module):
     """Multi-head neighborhood attention over {rank} token dimension(s), with projections, for :mod:`flax.linen`.
 
-    {common} Initializers made with ``linen.with_partitioning`` shard the parameters over a device mesh.
+    {common} To shard the parameters over a device mesh, pass initializers made with ``linen.with_partitioning``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -89,7 +89,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
     kernel_schedule: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Make the constructor report unknown arguments with a hint."""
+        """Wrap the constructor, so that errors about unknown arguments suggest the intended argument."""
         super().__init_subclass__(**options)
         cls.__init__ = reject_unknown_kwargs()(cls.__init__)  # type: ignore[method-assign]
 
@@ -108,7 +108,7 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
 
     @linen.nowrap  # excludes the method from Flax's scopes, call counts and summaries
     def _checked(self) -> tuple[Neighborhood, tuple[int, ...] | None]:
-        """Return the attention with its arguments, and the shape of the relative bias."""
+        """Check the arguments. Return the attention with these arguments, and the shape of the relative bias."""
         names = *WindowArguments._fields, *Performance.__annotations__, "clamp_window", "qk_scale"
         settings = {name: getattr(self, name) for name in names}
         attend = common.neighborhood(type(self).__name__, self.rank, settings, "qk_scale")
@@ -132,14 +132,16 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
-            inputs_kv: Inputs of keys and values, with a larger or a coarser layout. ``None`` uses ``inputs``.
+            inputs_kv: Input of the key and value projections. The default is ``inputs``. The layout may be larger than
+                the layout of ``inputs`` (see ``query_origin``) or coarser (see ``upsample``).
             query_origin: Offset of ``inputs`` in the layout of ``inputs_kv``, as in the operators.
-            extents: Number of real tokens per dimension of the layout, ``[*batch, rank]``, as in the operators.
-            upsample: Tokens of ``inputs`` per token of ``inputs_kv``, as in the operators.
-            key_bias: Bias of the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``; a bool
-                array hides the keys at ``False``.
-            deterministic: Turn dropout off. ``None`` uses the value of the constructor.
-            dropout_rng: Random key for dropout; ``None`` uses the ``dropout`` stream.
+            extents: ``[*batch, rank]``. Number of valid tokens in each dimension of the layout, as in the operators.
+                The other tokens are padding.
+            upsample: Number of tokens of ``inputs`` per token of ``inputs_kv`` in each dimension, as in the operators.
+            key_bias: ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``. Bias that is added to all logits of a
+                key. A bool array masks out the keys at ``False``.
+            deterministic: Turn dropout off. The default is the value that was given to the constructor.
+            dropout_rng: Random key for dropout. The default is a key of the random stream ``dropout``.
 
         Returns:
             ``[*batch, *layout, out_features]``.
@@ -186,8 +188,8 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
 def _annotating(initializer: Initializer) -> Initializer:
     """Return an initializer for ``linen.DenseGeneral`` whose partitioning annotations also work while a mesh is set.
 
-    ``DenseGeneral`` initializes a matrix, or a vector for the bias, and reshapes it afterwards. The annotations are for
-    the final shape, but while a mesh is set, Flax applies them before the reshape.
+    ``DenseGeneral`` initializes a kernel as a matrix and a bias as a vector, and then reshapes both. The annotations
+    are for the final shape. While a mesh is set, however, Flax applies them before the reshape.
     """
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +201,7 @@ def _annotating(initializer: Initializer) -> Initializer:
 
 @dataclasses.dataclass(frozen=True)
 class _NotYetShaped(meta.AxisMetadata[jax.Array]):
-    """An annotated value that does not have its final shape yet."""
+    """A value with partitioning annotations that does not have its final shape yet."""
 
     annotated: meta.Partitioned[jax.Array]
 

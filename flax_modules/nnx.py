@@ -28,7 +28,8 @@ __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAt
 class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
     """Multi-head neighborhood attention over {rank} token dimension(s), with projections, for :mod:`flax.nnx`.
 
-    {common} Metadata, or initializers made with ``nnx.with_partitioning``, shard the parameters over a device mesh.
+    {common} To shard the parameters over a device mesh, pass metadata, or initializers made with
+    ``nnx.with_partitioning``.
 
     Example:
         >>> import jax.numpy as jnp; from flax import nnx
@@ -41,13 +42,14 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
     Args:
         in_features: Features per token of the input.
         {arguments}
-        kernel_metadata: Metadata of the kernels, such as ``{"out_sharding": (None, "model", None)}``.
-        kv_kernel_metadata: Metadata of the kernels of key and value; ``None`` is ``kernel_metadata``.
-        out_kernel_metadata: Metadata of the output projection's kernel; ``None`` is ``kernel_metadata``.
-        bias_metadata: Metadata of the biases, such as ``{"out_sharding": ("model", None)}``.
-        kv_bias_metadata: Metadata of the biases of key and value; ``None`` is ``bias_metadata``.
-        out_bias_metadata: Metadata of the output projection's bias; ``None`` is ``bias_metadata``.
-        rngs: Random streams: ``params``, and ``dropout`` if a dropout rate is above 0.
+        kernel_metadata: Metadata of the projections' kernels, such as ``{"out_sharding": (None, "model", None)}``.
+        kv_kernel_metadata: Metadata of the kernels of the key and value projections. The default is
+            ``kernel_metadata``.
+        out_kernel_metadata: Metadata of the output projection's kernel. The default is ``kernel_metadata``.
+        bias_metadata: Metadata of the projections' biases, such as ``{"out_sharding": ("model", None)}``.
+        kv_bias_metadata: Metadata of the biases of the key and value projections. The default is ``bias_metadata``.
+        out_bias_metadata: Metadata of the output projection's bias. The default is ``bias_metadata``.
+        rngs: The random stream ``params``, and also ``dropout`` if a dropout rate is above 0.
 
     {raises}
     """
@@ -128,7 +130,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         shape = common.bias_shape(relative_bias, self.num_heads, self.neighborhood.window)
         self.rpb = None if shape is None else nnx.Param(common.draw_bias(rngs.params(), shape, param_dtype))
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if flag("sinks", sinks) else None
-        # Modules without dropout store no random stream, so that their state has only parameters.
+        # Modules without dropout store no random streams, so that their state consists of parameters only.
         self.dropout = nnx.Dropout(proj_drop, deterministic=deterministic, rngs=rngs) if proj_drop > 0 else None
         self.attn_dropout = nnx.Dropout(attn_drop, deterministic=deterministic, rngs=rngs) if attn_drop > 0 else None
 
@@ -151,19 +153,22 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
-            inputs_kv: Inputs of keys and values, with a larger or a coarser layout. ``None`` uses ``inputs``.
+            inputs_kv: Input of the key and value projections. The default is ``inputs``. The layout may be larger than
+                the layout of ``inputs`` (see ``query_origin``) or coarser (see ``upsample``).
             query_origin: Offset of ``inputs`` in the layout of ``inputs_kv``, as in the operators.
-            extents: Number of real tokens per dimension of the layout, ``[*batch, rank]``, as in the operators.
-            upsample: Tokens of ``inputs`` per token of ``inputs_kv``, as in the operators.
-            key_bias: Bias of the logits of each key, ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``; a bool
-                array hides the keys at ``False``.
-            deterministic: Turn dropout off. ``None`` uses the value of the constructor, or of ``train()``, ``eval()``
-                or ``nnx.view``.
-            rngs: Random streams, or a key, for dropout; ``None`` uses the streams of the constructor.
+            extents: ``[*batch, rank]``. Number of valid tokens in each dimension of the layout, as in the operators.
+                The other tokens are padding.
+            upsample: Number of tokens of ``inputs`` per token of ``inputs_kv`` in each dimension, as in the operators.
+            key_bias: ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``. Bias that is added to all logits of a
+                key. A bool array masks out the keys at ``False``.
+            deterministic: Turn dropout off. The default is the value that was given to the constructor, or that
+                ``train()``, ``eval()`` or ``nnx.view`` set later.
+            rngs: Random streams, or a random key, for dropout. The default is the streams that were given to the
+                constructor.
             out_sharding: Sharding of the result over explicit mesh axes, such as ``P("data", None, None, None)``.
-                Required if heads are sharded over a mesh axis, because the output projection sums over heads.
-            qkv_sharding: Sharding of query, key and value ``[*batch, *layout, heads, head_dim]``. ``None`` derives it
-                from inputs and kernels.
+                Required if heads are sharded over an explicit mesh axis, because the output projection sums over heads.
+            qkv_sharding: Sharding of query, key and value ``[*batch, *layout, heads, head_dim]`` over explicit mesh
+                axes. ``None`` derives it from the shardings of the inputs and the kernels.
 
         Returns:
             ``[*batch, *layout, out_features]``.
@@ -191,13 +196,13 @@ def _check_metadata(name: str, metadata: Mapping[str, Any], rank: int) -> None:
     """Check the metadata of a parameter.
 
     Args:
-        name: Name of the argument.
-        metadata: Its value, or the default.
-        rank: Dimensions of the parameter.
+        name: Name of the argument, for error messages.
+        metadata: Value of the argument, or its default.
+        rank: Number of dimensions of the parameter.
 
     Raises:
-        ValueError: ``out_sharding`` names mesh axes of more dimensions than the parameter has.
-        TypeError: The metadata are not a mapping.
+        ValueError: ``out_sharding`` has more entries than the parameter has dimensions.
+        TypeError: The metadata are not a mapping with strings as keys.
     """
     if not isinstance(metadata, Mapping) or not all(isinstance(each, str) for each in metadata):
         raise TypeError(f"{name} must be a mapping from names, got {shown(metadata)}")

@@ -28,11 +28,13 @@ _source_tree.serve_flax_modules()
 #: The version of this package.
 __version__ = _version.__version__
 
-#: Names of the saved residuals. With ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`` a
-#: rematerialized function saves the residuals, and does not run the forward kernel a second time.
+#: Checkpoint names (``jax.ad_checkpoint.checkpoint_name``) of the arrays that a forward pass saves for its backward
+#: pass. The policy ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`` of a rematerialized function
+#: keeps these arrays, so that the backward pass does not run the forward kernel again.
 CHECKPOINT_NAMES = _checkpoint_names.CHECKPOINT_NAMES
 
-#: Pass these to ``jax.export.export(..., disabled_checks=...)`` to export programs that use native kernels.
+#: Safety checks of ``jax.export`` that reject native kernels. To export a program that uses native kernels, disable
+#: them: ``jax.export.export(..., disabled_checks=EXPORT_CHECKS)``.
 EXPORT_CHECKS = tuple(map(_export.DisabledSafetyCheck.custom_call, _backends.export_targets()))
 
 __all__ = [
@@ -57,13 +59,13 @@ __all__ += _config_queries.query_names()
 
 
 def _public_modules() -> tuple[str, ...]:
-    """Return the names of the public submodules (listed in docs/api.md), which are imported lazily."""
+    """Return the names of the public submodules, which docs/api.md lists. They are imported on first access."""
     modules = ("fp8", "halo", "performance", "plot", "problem", "rotary", "simulator", "windows")
     return modules if _importlib_util.find_spec("flax") is None else (*modules, "flax_modules")
 
 
 def __getattr__(name: str) -> _Any:
-    """Return a configuration query, ``get_[bwd_]configs_for_<family>_<fna|fmha>``, or import a public submodule."""
+    """Import a public submodule, or return the function ``get_[bwd_]configs_for_<family>_<fna|fmha>`` of this name."""
     if not name.startswith("_") and name in _public_modules():
         return _importlib.import_module(f"{__name__}.{name}")
     try:

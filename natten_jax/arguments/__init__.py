@@ -1,9 +1,11 @@
 """Validation of user arguments, before any other code reads them.
 
-- ``static``: numbers, flags and tuples that are known at trace time, and their formatting in error messages;
-  warnings that point at a user's line.
-- ``arrays``: arguments that may be arrays (scales, query boxes, extents), and mesh axes of token dimensions.
-- ``names``: argument names of NATTEN and other libraries, and options that signatures list by name.
+- ``static``: validates numbers, flags and tuples that must be known at trace time, formats values for error messages,
+  and issues warnings that point at the user's line.
+- ``arrays``: validates arguments that may be arrays (scales, offsets of queries, extents), and mesh axes of token
+  dimensions.
+- ``names``: explains unknown keyword arguments, such as names of other libraries, and checks arguments of NATTEN that
+  have no effect here.
 
-These modules do not depend on problems, because every public function uses them.
+These modules import only :mod:`natten_jax.element_types`, so that windows, problems and operators can import them.
 """

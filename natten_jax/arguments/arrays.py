@@ -1,4 +1,4 @@
-"""Validation of arguments that may be arrays (scales, query boxes, extents), and mesh axes of token dimensions."""
+"""Validation of arguments that may be arrays (scales, offsets, extents), and of mesh axes of token dimensions."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import numpy as np
 from natten_jax.arguments.static import Ints, array_of, int_tuple, shown
 from natten_jax.element_types import ELEMENT_TYPES
 
-#: Type of ``query_origin``. Python ints are static; a JAX array is read at run time.
+#: Type of ``query_origin``. Python ints are static; JAX arrays may be traced.
 Origin = Ints
-#: Type of ``extents`` and lengths.
+#: Type of ``extents``, ``query_lengths`` and ``kv_lengths``.
 Counts = jax.Array | np.ndarray[Any, Any]
 
 
 def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Array | None:
-    """Check the position of a query box in the layout; return int32 ``[rank]`` or ``[batch, rank]``.
+    """Check the offset of the queries in the layout of the keys; return int32 ``[rank]`` or ``[batch, rank]``.
 
     Concrete values are checked. Traced values are clamped into range, as :func:`jax.lax.dynamic_slice` does.
 
     Args:
         query_origin: The argument.
         batch: Batch size.
-        room: Size of the layout minus size of the box, in each dimension.
+        room: Largest valid offset in each dimension: the extent of the keys minus the extent of the queries.
 
     Raises:
-        ValueError: The box exceeds the layout, or the argument has another shape.
+        ValueError: The queries do not lie inside the layout of the keys, or the argument has a wrong shape.
         TypeError: A value is not an integer.
     """
     if query_origin is None:
@@ -59,19 +59,20 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
 
 
 def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *, is_length: bool) -> jax.Array | None:
-    """Check the number of valid tokens per dimension, counted from the first token; return int32 ``[batch, rank]``.
+    """Check the number of valid tokens in each dimension; return int32 ``[batch, rank]``.
 
-    Concrete values are checked. Traced values are clamped into range.
+    The other tokens are padding at the end of the dimension. Concrete values are checked. Traced values are clamped
+    into range.
 
     Args:
-        name: The name of the argument.
+        name: Name of the argument, for error messages.
         counts: The argument, ``[batch, rank]``, or ``[batch]`` if ``is_length``.
         batch: Batch size.
-        layout: The layout of the arrays.
-        is_length: The counts are the lengths of sequences.
+        layout: Token extents of the arrays, including padding.
+        is_length: True if the argument is a sequence length per batch entry.
 
     Raises:
-        ValueError: A number is negative or larger than the layout, or the argument has another shape.
+        ValueError: A count is negative or larger than the extent, or the argument has a wrong shape.
         TypeError: A value is not an integer.
     """
     if counts is None:
@@ -88,7 +89,7 @@ def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *,
 
 
 def _in_range(given: jax.Array | np.ndarray[Any, Any], most: Sequence[int], rule: str) -> jax.Array:
-    """Convert numbers ``[..., rank]`` to int32 from 0 to ``most``: check concrete values, clip traced values."""
+    """Convert integers ``[..., rank]`` to int32 in [0, ``most``]: check concrete values, and clip traced values."""
     known = _known_values(given)
     if known is None:
         return jnp.clip(given, 0, jnp.broadcast_to(jnp.asarray(most, given.dtype), given.shape)).astype(jnp.int32)
@@ -109,13 +110,13 @@ def _check_integers(name: str, array: Any) -> None:
         raise TypeError(f"{name} must hold integers (int32), got dtype {array.dtype}")
 
 
-#: A number or an array: zero-dimensional, or with an entry for each query head.
+#: Factor of the logits: a number, a zero-dimensional array, or an array ``[heads]``.
 Scale = float | jax.Array | np.ndarray[Any, Any]
 
 _NUMBER = "None or a real number"
 _NUMBER_OR_ARRAY = "None, a real number or an array of real numbers, without dimensions or of shape [heads]"
 
-#: Largest scale: its product with log2(e) is finite in float32, even if both are rounded up.
+#: Largest valid scale. Its product with log2(e) is finite in float32, even if both factors are rounded up.
 LARGEST = float(np.finfo(np.float32).max) * (1 - 2**-22) / math.log2(math.e)
 
 
@@ -126,10 +127,12 @@ def checked_scale(
 
     Args:
         scale: The argument; ``None`` is the default.
-        dtype: Element type of the problem, if known. Unless it is float64, logits are float32 and the kernels'
-            exponentials have base 2, so ``scale * log2(e)`` must be finite in float32.
-        name: Name of the argument for the user.
-        takes_arrays: The argument may also be an array, which :func:`number_or_array` has already separated.
+        dtype: Element type of the problem, or ``None`` if it is unknown. For all types except float64,
+            ``scale * log2(e)`` must be finite in float32, because logits are float32 and kernels compute exponentials
+            with base 2.
+        name: Name of the argument, for error messages.
+        takes_arrays: True if the public function also accepts arrays, for error messages. ``scale`` itself is not an
+            array: :func:`number_or_array` has separated the two cases.
 
     Raises:
         ValueError: The scale is not finite, or too large for ``dtype``.
@@ -156,15 +159,16 @@ def checked_scale(
 
 
 def scale_or_default(scale: float | None, head_dim: int, dtype: str) -> float:
-    """Return the factor of the logits as a Python float; ``None`` is ``head_dim ** -0.5``."""
+    """Return the factor of the logits as a Python float, by default ``head_dim ** -0.5``."""
     factor = checked_scale(scale, dtype, takes_arrays=True)
     return float(head_dim) ** -0.5 if factor is None else factor
 
 
 def number_or_array(scale: Any) -> tuple[Any, jax.Array | np.ndarray[Any, Any] | None]:
-    """Return a scale as a number, for :func:`checked_scale`, or as an array, for :func:`per_head`.
+    """Return a scale as a pair of a number and an array, one of which is ``None``.
 
-    A concrete zero-dimensional array of any library counts as a number; a traced one does not.
+    :func:`checked_scale` then checks the number, or :func:`per_head` the array. A concrete zero-dimensional array of
+    any library is returned as a number; a traced one is returned as an array.
     """
     if scale is None or type(scale) is float:
         return scale, None
@@ -180,13 +184,13 @@ def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dt
     """Broadcast factors of the logits to ``[batch, heads]``, in the logits' element type.
 
     Args:
-        scale: A zero-dimensional traced array, or ``[heads]``.
+        scale: The array: zero-dimensional and traced, or of shape ``[heads]``.
         batch: Batch size.
         heads: Query heads.
         dtype: Element type of the problem.
 
     Raises:
-        ValueError: The array has another shape, or a concrete value breaks a rule of :func:`checked_scale`.
+        ValueError: The array has a wrong shape, or :func:`checked_scale` rejects a concrete value.
         TypeError: The array does not hold real numbers.
     """
     if not any(jnp.issubdtype(scale.dtype, kind) for kind in (jnp.floating, jnp.integer)):
@@ -206,23 +210,25 @@ def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dt
     return jnp.broadcast_to(factors, (batch, heads))
 
 
-#: An entry for each token dimension: a mesh axis, a tuple of axes (slowest first), or ``None``.
+#: One entry per token dimension: the mesh axis that shards it, a sequence of axes (slowest first), or ``None``.
 TokenAxes = Sequence[str | Sequence[str] | None]
 
 
 def axis_names(entry: Any) -> tuple[Any, ...]:
-    """Return the mesh axes of one dimension as a tuple, from one name, several names or ``None``."""
+    """Convert an entry of ``token_axes`` (one name, several names or ``None``) to a tuple of mesh axes."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, Sequence) and not isinstance(entry, str) else (entry,)
 
 
 def checked_token_axes(token_axes: Any, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Return the argument as a tuple of names for each token dimension, or an empty tuple for ``None``.
+    """Check ``token_axes``; return a tuple of mesh axes per token dimension.
+
+    The result is an empty tuple if no dimension has an axis.
 
     Raises:
-        TypeError: An entry is not a name.
-        ValueError: The argument has another length, an axis is repeated, or an axis is not manual in the current
+        TypeError: The argument is not a sequence, or an axis is not a string.
+        ValueError: The argument has a wrong length, an axis is repeated, or an axis is not manual in the current
             ``jax.shard_map``.
     """
     if token_axes is None:

@@ -1,4 +1,4 @@
-"""Keyword arguments by name: errors for unknown names suggest the intended name, including names of other libraries."""
+"""Errors for unknown keyword arguments, which suggest the intended argument, also for names of other libraries."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Neutral(NamedTuple):
-    """An argument of NATTEN that does nothing here or has another name here.
+    """An argument of NATTEN that is accepted here, but has no effect.
 
     Attributes:
-        values: Values without effect.
-        instead: Advice for any other value.
+        values: Accepted values.
+        instead: End of the error message for other values: an explanation, or the argument to use instead.
     """
 
     values: tuple[bool, ...]
     instead: str
 
 
-#: NATTEN's arguments of the operators and of ``attention_kwargs`` without effect here.
+#: Arguments of NATTEN's operators, and of their ``attention_kwargs``, without effect here.
 NEUTRAL_OPERATOR_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((False,), "jax.jit compiles every call"),
         "backward_use_pt_reduction": Neutral((False,), "here it is called backward_use_xla_reduction"),
     }
 )
-#: Neutral arguments of ``merge_attentions``, which NATTEN compiles by default.
+#: Arguments of NATTEN's ``merge_attentions`` without effect here. NATTEN compiles merges by default, so
+#: ``torch_compile=True`` is accepted.
 NEUTRAL_MERGE_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((True, False), "every merge is compiled"),
@@ -48,13 +49,14 @@ NEUTRAL_MERGE_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
 def reject_unknown_kwargs(
     names: Iterable[str] = (), natten_arguments: Mapping[str, Neutral] = NEUTRAL_OPERATOR_ARGUMENTS
 ) -> Callable[[Function], Function]:
-    """Decorate a function or a method so that it explains unknown keyword arguments before the call.
+    """Return a decorator that rejects unknown keyword arguments before the call, and suggests the intended argument.
 
-    Otherwise Python would first report a missing argument: ``kernel_size`` if ``window_size`` is given.
+    Without the decorator, Python could report a missing argument instead. For example, it would report that
+    ``kernel_size`` is missing if the caller gives ``window_size``.
 
     Args:
         names: Names that the function accepts in addition to its parameters.
-        natten_arguments: Arguments of NATTEN that it accepts if it has ``**kwargs``.
+        natten_arguments: Arguments of NATTEN that the function also accepts if it has ``**kwargs``.
     """
 
     def decorate(function: Function) -> Function:
@@ -74,7 +76,7 @@ def reject_unknown_kwargs(
                 names = ", ".join(each for each in by_position if each != "self")
                 given = ", ".join(map("{}={}".format, by_name, map(shown, args[len(by_position) :])))
                 message = f"{_label(function, args)}() takes {names} by position, and all other arguments by name"
-                # Constructors take these arguments in NATTEN's order: suggest the call with names.
+                # NATTEN's constructors take these by position, in this order: suggest the call with names.
                 raise TypeError(f"{message}: write {given}" if function.__name__ == "__init__" else message)
             if not kwargs.keys() <= accepted:
                 name = next(each for each in kwargs if each not in accepted)
@@ -89,15 +91,15 @@ def reject_unknown_kwargs(
 def without_neutral(
     function: str, arguments: Mapping[str, Any], natten_arguments: Mapping[str, Neutral] = NEUTRAL_OPERATOR_ARGUMENTS
 ) -> dict[str, Any]:
-    """Remove NATTEN's arguments without effect.
+    """Check the arguments of NATTEN that have no effect here, and return the other arguments.
 
     Args:
-        function: Name of the function, for messages.
+        function: Name of the function, for error messages.
         arguments: The arguments of a call.
-        natten_arguments: Arguments of NATTEN that the function accepts.
+        natten_arguments: Arguments of NATTEN that the function accepts without effect.
 
     Raises:
-        TypeError: An argument of NATTEN has a value that would have an effect.
+        TypeError: An argument of NATTEN has a value that would have an effect in NATTEN.
     """
     for name in natten_arguments.keys() & arguments.keys():
         check_neutral(f"{function}() takes {name}", natten_arguments[name], arguments[name])
@@ -105,15 +107,15 @@ def without_neutral(
 
 
 def check_neutral(what: str, neutral: Neutral, value: Any) -> None:
-    """Check that an argument of NATTEN has a value without effect.
+    """Check that an argument of NATTEN has one of its accepted values.
 
     Args:
-        what: Start of the error message, up to the argument.
+        what: Start of the error message, up to the name of the argument.
         neutral: The argument.
         value: The given value.
 
     Raises:
-        TypeError: The value would have an effect.
+        TypeError: The value is not accepted.
     """
     if not isinstance(value, (bool, np.bool_)) or bool(value) not in neutral.values:
         values = " or ".join(map(str, neutral.values))
@@ -126,21 +128,22 @@ def unexpected(function: str, name: str, known: Iterable[str]) -> str:
 
 
 def _label(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return the name of a function for users, or the class name for a constructor."""
+    """Return a function's name for error messages. For ``__init__`` and ``__call__``, it is the name of the class."""
     name = function.__name__
     return type(args[0]).__name__ if name in ("__init__", "__call__") and args else name
 
 
-_LONGEST = 64  # characters of a name that are compared with known names
+_LONGEST = 64  # number of leading characters of a name that are compared with known names
 
 
 class Meaning(NamedTuple):
-    """Meaning of another library's argument here.
+    """Error message for an argument of another library.
 
     Attributes:
-        here: Corresponding names, separated by spaces: the message suggests the first name that the function has.
+        here: Names of the corresponding arguments in this package, separated by spaces. The message suggests the first
+            one that the function has.
         remark: Explanation of the suggested argument.
-        instead: Message if the function lacks these arguments; defaults to the remark.
+        instead: Message if the function has none of these arguments. The default is ``remark``.
     """
 
     here: str
@@ -160,7 +163,7 @@ _FROM_ARRAYS = "the arrays have it"
 _FEWER_HEADS = "key and value may have fewer heads (GQA, MQA)"
 _HEADS = "the arrays have the heads: key and value may have fewer than query (GQA, MQA), as they are"
 
-#: Arguments of other libraries, with their meanings here.
+#: Messages for argument names of other libraries. Each key lists several names, separated by spaces.
 _MEANINGS = {
     "window_size window window_shape window_sizes win_size kernel kernel_shape kernel_sizes ksize "
     "neighborhood_size neighbourhood_size": Meaning(
@@ -260,14 +263,14 @@ _BY_NAME = {name.lower(): meaning for names, meaning in _MEANINGS.items() for na
 
 
 def explanation(name: str, known: Collection[str]) -> str:
-    """Explain an unknown argument: suggest the intended argument or an alternative.
+    """Suggest the intended argument, or an alternative, for an unknown argument.
 
     Args:
-        name: The argument.
+        name: Name of the unknown argument.
         known: Names that the function accepts.
 
     Returns:
-        The end of the error message, beginning with a colon; empty without a suggestion.
+        The end of the error message, beginning with a colon; an empty string without a suggestion.
     """
     meaning = _BY_NAME.get(name.lower()) if isinstance(name, str) else None
     if meaning is None:
@@ -283,6 +286,6 @@ def _nearest(name: str, known: Collection[str]) -> Iterator[str]:
     """Yield known names similar to ``name``, most similar first."""
     written = name[:_LONGEST].lower()
     yield from difflib.get_close_matches(written, sorted(known), 1, cutoff=0.75)
-    # A misspelt name of another library is similar to the correct name.
+    # The name may also be a misspelt name of another library: yield the arguments that correspond to this name.
     for other in difflib.get_close_matches(written, sorted(_BY_NAME), 1, cutoff=0.85):
         yield from (each for each in _BY_NAME[other].here.split() if each in known)

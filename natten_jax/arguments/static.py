@@ -1,8 +1,8 @@
-"""Validation of static arguments: Python numbers and tuples, converted from any type.
+"""Validation of static arguments, and their conversion to Python numbers and tuples.
 
-Results are hashable and canonical. Values may be Python's, NumPy's or untraced JAX arrays. Checks of equal arguments
-are cached (:func:`checked_once`): outside of ``jax.jit`` a small problem on a host takes 97 us instead of 204 with
-``cpu-fna``, and 76 instead of 161 with ``flex-fna``.
+Arguments may be Python values, NumPy values or concrete JAX arrays. Results are hashable and do not depend on the type
+of the argument. The results of checks are cached (:func:`checked_once`). Outside of ``jax.jit``, the cache shortens a
+call with a small problem on a CPU from 204 to 97 us with ``cpu-fna``, and from 161 to 76 us with ``flex-fna``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Bools = bool | Sequence[bool] | np.ndarray[Any, Any] | jax.Array
 
 _ARRAYS = (np.ndarray, jax.Array)
 _TEXT = (str, bytes, bytearray, memoryview)  # sequences whose elements are not numbers
-_MOST_VALUES = 64  # most elements of a sequence in a message
-_LONGEST = 160  # most characters of a value in a message
+_MOST_VALUES = 64  # largest number of elements of a sequence in an error message
+_LONGEST = 160  # largest number of characters of a value in an error message
 _INT = frozenset((int,))
 #: Largest integer that kernels accept.
 LARGEST_INT = 2**63 - 1
-#: Packages whose stack frames are skipped to find the user's line for a warning.
+#: Packages whose stack frames a warning skips to find the user's line.
 _BETWEEN = ("natten_jax", "jax", "jaxlib", "flax", "contextlib")
 
 
 def shown(value: Any) -> str:
-    """Return the ``repr`` of a wrong value for a message, shortened if it is long."""
+    """Return the ``repr`` of a wrong value for an error message, or a shorter description of a long value."""
     kind = type(value).__name__
     if isinstance(value, _ARRAYS):
         is_traced = isinstance(value, jax.core.Tracer)
@@ -55,7 +55,7 @@ def shown(value: Any) -> str:
 
 
 def warn_of_line(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and point at the user's line that calls this package, jax or flax."""
+    """Issue a warning that points at the user's line, which calls this package, JAX or Flax."""
     level, frame = 1, sys._getframe().f_back
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back
@@ -80,19 +80,19 @@ def int_tuple(
     least: int = 1,
     words: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[int, ...]:
-    """Convert ``value`` to ``rank`` Python ints of at least ``least``; a single int is repeated if ``repeat``.
+    """Convert ``value`` to a tuple of ``rank`` Python ints.
 
     Args:
-        name: The name of the argument.
+        name: Name of the argument, for error messages.
         value: The argument.
         rank: Number of ints.
-        repeat: True if a single int is allowed.
-        least: Smallest allowed number.
-        words: Additional allowed numbers, with their meanings.
+        repeat: True if a single int is also allowed; it is repeated ``rank`` times.
+        least: Smallest allowed int.
+        words: Allowed ints below ``least``, with their meanings for error messages.
 
     Raises:
         TypeError: ``value`` is traced, or not all its elements are ints.
-        ValueError: ``value`` has another length, or an int is too small or too large for the kernels.
+        ValueError: ``value`` has a wrong length, or an int is too small or too large.
     """
     values: tuple[int, ...]
     if type(value) is int and repeat:
@@ -111,11 +111,11 @@ def int_tuple(
 
 
 def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
-    """Convert ``value`` to ``rank`` Python bools; a single bool is repeated.
+    """Convert ``value`` to a tuple of ``rank`` Python bools; a single bool is repeated ``rank`` times.
 
     Raises:
         TypeError: ``value`` is traced, or has an element that is not a bool.
-        ValueError: ``value`` has another length.
+        ValueError: ``value`` has a wrong length.
     """
     if type(value) is bool:
         return (value,) * rank
@@ -123,11 +123,11 @@ def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
 
 
 def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tuple[C, ...]:
-    """Convert ``value`` to ``rank`` of the allowed words; a single word is repeated.
+    """Convert ``value`` to a tuple of ``rank`` strings from ``choices``; a single string is repeated ``rank`` times.
 
     Raises:
-        TypeError: ``value`` is neither a word nor a sequence of words.
-        ValueError: ``value`` has another length, or an unknown word.
+        TypeError: ``value`` is neither a string nor a sequence of strings.
+        ValueError: ``value`` has a wrong length, or a string that is not in ``choices``.
     """
     if type(value) is str and value in choices:
         return (choices[choices.index(value)],) * rank
@@ -145,7 +145,7 @@ def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tupl
     return tuple(choices[choices.index(each)] for each in values)
 
 
-#: Other libraries' words for the values of ``edges``.
+#: Terms of other libraries for each value of ``edges``, separated by spaces.
 _SYNONYMS = {"wrap": "periodic circular torus cyclic", "cut": "truncate zeros valid same", "shift": "clamp reflect"}
 
 
@@ -166,7 +166,7 @@ def one_bool(name: str, value: Any) -> bool:
 
 
 def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
-    """Return ``value``, a Python or NumPy bool, as a Python bool; ``or_none`` adds ``None`` to the error message."""
+    """Convert a Python or NumPy bool to a Python bool. ``or_none``: the error message also lists ``None``."""
     check_static(name, value)
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be {'None or ' if or_none else ''}a bool, got {shown(value)}")
@@ -176,7 +176,7 @@ def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
 def hashable(value: Any) -> Any:
     """Convert sequences and one-dimensional arrays to tuples, and zero-dimensional arrays to Python numbers.
 
-    Values that every check would reject are returned unchanged, for the check to reject.
+    All other values are returned unchanged. If such a value is invalid, a later check rejects it.
     """
     if isinstance(value, _ARRAYS):
         is_known = isinstance(value.dtype, np.dtype) and not isinstance(value, jax.core.Tracer)
@@ -192,7 +192,7 @@ def hashable(value: Any) -> Any:
 def _tuple_of(
     read: Callable[[Any], T | None], name: str, value: Any, rank: int, article: str, kinds: str, repeat: bool
 ) -> tuple[T, ...]:
-    """Convert ``value`` to ``rank`` values with ``read``; a single value is repeated if ``repeat`` allows it."""
+    """Convert ``value`` to a tuple of ``rank`` values, each with ``read``; if ``repeat``, repeat a single value."""
     check_static(name, value)
     is_array = isinstance(value, _ARRAYS)
     if is_array and value.ndim > 0:
@@ -243,19 +243,19 @@ def _with_dtype(value: Any) -> str:
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
-#: Types of immutable values, for which results are cached.
+#: Types of the arguments (all immutable) for which results are cached.
 _KEPT = (type(None), bool, int, float, str, np.dtype)
 _MOST_RESULTS, _LONGEST_KEY = 4096, 1024
 
 
 def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments], Result]:
-    """Cache the result of a check for equal arguments.
+    """Return a function that caches the results of a check.
 
-    Results are cached for numbers, text, ``None``, element types, and tuples and lists of these. All further arguments,
-    and rejected arguments, are checked in every call.
+    Results are cached if all arguments are numbers, strings, ``None``, NumPy dtypes, or tuples and lists of these.
+    Calls with other arguments, and calls that raise, are not cached.
 
     Args:
-        check: A pure function, whose result is immutable.
+        check: A pure function with an immutable result.
     """
     results: dict[tuple[Any, ...], Result] = {}
 
@@ -276,9 +276,10 @@ def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments]
 
 
 def _key(value: Any) -> tuple[Any, ...] | None:
-    """Return a cache key for a value; ``None`` disables caching. The key has types, because ``1 == True``.
+    """Return a cache key for a value, or ``None`` if results for the value are not cached.
 
-    Long sequences, and sequences that contain themselves, are not cached.
+    The key includes the types of all values, because ``1 == True``. Results are not cached for long sequences, nor for
+    sequences that contain themselves.
     """
     key: list[Any] = []
     rest = [value]
@@ -296,31 +297,31 @@ def _key(value: Any) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-#: Assumed size of a symbolic batch: tiles also suit a single entry, and hundreds of entries take little memory per
-#: step.
+#: Batch size that plans assume for a symbolic batch. Tiles that are chosen for it also suit a single batch entry, and
+#: need little memory per step with hundreds of entries.
 _ASSUMED_BATCH = 8
 
 
 def planned_batch(batch: int) -> int:
-    """Return ``batch``, or if it is symbolic the size that the cost model assumes."""
+    """Return ``batch``, or the batch size that plans assume if ``batch`` is symbolic."""
     return batch if isinstance(batch, int) else _ASSUMED_BATCH
 
 
 def least_batch(batch: int) -> int:
-    """Return ``batch``, or 1 if it is symbolic, for limits on memory that batch entries use one after another."""
+    """Return ``batch``, or 1 if it is symbolic, to size memory that batch entries can also use one after another."""
     return batch if isinstance(batch, int) else 1
 
 
 def check_extents(name: str, shape: Sequence[int], dimensions: Sequence[str]) -> None:
-    """Check that only the batch is symbolic.
+    """Check that no dimension except the batch has a symbolic extent.
 
     Args:
-        name: The name of the argument.
-        shape: Its shape.
-        dimensions: Names of the dimensions, the batch first.
+        name: Name of the argument, for error messages.
+        shape: Shape of the argument.
+        dimensions: Names of the dimensions, beginning with the batch.
 
     Raises:
-        ValueError: Another extent is symbolic.
+        ValueError: A dimension other than the batch is symbolic.
     """
     for axis, (what, extent) in enumerate(zip(dimensions, shape, strict=True)):
         if axis > 0 and not isinstance(extent, int):
@@ -331,7 +332,7 @@ def check_extents(name: str, shape: Sequence[int], dimensions: Sequence[str]) ->
 
 
 def array_of(value: Any) -> Any:
-    """Return the array of an object with ``__jax_array__``; other objects are returned unchanged."""
-    # JAX's own tracers have the attribute with the value None.
+    """Convert an object with the method ``__jax_array__`` to an array; return other objects unchanged."""
+    # In JAX's own tracers, the value of this attribute is None.
     convert = getattr(value, "__jax_array__", None)
     return value if convert is None else convert()

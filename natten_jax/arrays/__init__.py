@@ -1,10 +1,10 @@
-"""The arrays of a pass, independent of the backend.
+"""Operands and results of a pass, in forms that do not depend on the backend.
 
-- ``operands``: operand and result tuples of passes, the roles of their dimensions, and abstract result types.
-- ``biases``: terms added to logits, in the forms that backends take, and the values that hide keys.
-- ``boxes``: boxes within layouts, and padding.
-- ``remainders``: logsumexps in base 2, with more precision than a float32 number.
+- ``operands``: named tuples of operands and results, the roles of their dimensions, and abstract result types.
+- ``biases``: biases in the forms that backends take, and the values of biases that hide keys (mask them out).
+- ``boxes``: boxes of queries within a layout, and masks of padding.
+- ``remainders``: logsumexps in base 2, and their rounding errors.
 
-Backends, execution and sharding share these modules, so that they need not import each other. Imports no other part of
-this package.
+The packages ``backends``, ``execution`` and ``sharding`` share these modules, which import only
+:mod:`natten_jax.problem` from the rest of the package.
 """

@@ -1,4 +1,7 @@
-"""Operands that change logits: values that hide keys, biases in the forms that backends take, and per-head factors."""
+"""Operands that change logits: biases in the forms that backends take, sinks, and factors per head.
+
+In a bias, ``-inf`` and numbers of at most half the lowest finite number hide a key: they mask it out.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,16 @@ from natten_jax.arrays.boxes import is_real, without_padding
 from natten_jax.arrays.operands import Gradients, Inputs, Operands, Saved
 from natten_jax.problem import Problem
 
-#: Fields of :class:`Inputs` that are added to logits.
+#: Fields of :class:`Inputs` that are biases of logits, or logits themselves (sinks).
 ADDED = ("relative_bias", "key_bias", "shared_key_bias", "sinks")
 
 
 def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
-    """Convert an operand to the accumulator's element type, in which it hides the same keys.
+    """Convert a bias or sinks to the accumulator's element type, such that the same keys are hidden.
 
-    An operand that already has this type is returned unchanged: its hidden keys are set to ``-inf`` later, by the
-    kernel (``"sinks"`` in ``Capabilities.takes``) or by :func:`with_hidden_keys`.
+    An operand that already has this type is returned unchanged. The numbers that hide keys are then replaced by
+    ``-inf`` later: by the kernels if ``Capabilities.takes`` contains ``"sinks"``, otherwise by
+    :func:`with_hidden_keys`.
     """
     operand = jnp.asarray(operand)
     if operand.dtype == accumulator:
@@ -30,25 +34,25 @@ def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
     hiding = with_hidden_keys(operand)
     limits = jnp.finfo(accumulator)
     if float(jnp.finfo(operand.dtype).max) > float(limits.max):
-        # Numbers that do not hide keys must neither overflow nor hide their keys in the narrower type.
+        # In the narrower type, numbers that do not hide keys must not overflow, and must still not hide keys.
         lowest = np.nextafter(np.asarray(limits.min / 2, accumulator), np.asarray(0, accumulator))
         hiding = jnp.where(jnp.isinf(hiding), hiding, jnp.clip(hiding, float(lowest), float(limits.max)))
     return hiding.astype(accumulator)
 
 
 def with_hidden_keys(operand: jax.Array) -> jax.Array:
-    """Replace numbers that hide keys by ``-inf``; their gradient is 0."""
+    """Replace numbers that hide keys by ``-inf``. Their gradient is 0."""
     return jnp.where(operand <= float(jnp.finfo(operand.dtype).min) / 2, -jnp.inf, operand)
 
 
 def with_hidden_keys_of_inputs(inputs: Inputs) -> Inputs:
-    """Apply :func:`with_hidden_keys` to every operand that is added to logits, for backends that do not do this."""
+    """Apply :func:`with_hidden_keys` to biases and sinks, for backends whose kernels do not."""
     given = {name: getattr(inputs, name) for name in ADDED}
     return inputs._replace(**{name: with_hidden_keys(array) for name, array in given.items() if array is not None})
 
 
 def per_head_key_bias(inputs: Inputs) -> Inputs:
-    """Expand key biases to one bias per query head."""
+    """Expand a key bias that all heads share to one bias per query head."""
     shared = inputs.shared_key_bias
     if shared is None:
         return inputs
@@ -65,14 +69,14 @@ def with_shared_gradient(found: Gradients, inputs: Inputs) -> Gradients:
 
 
 def table_of_each_entry(inputs: Inputs) -> jax.Array:
-    """Return the relative bias, broadcast to ``[batch, heads, entries]``."""
+    """Return the tables of relative biases, with one table per batch entry: ``[batch, heads, entries]``."""
     table = inputs.relative_bias
     assert table is not None
     return jnp.broadcast_to(table, (inputs.query.shape[0], *table.shape[1:]))
 
 
 def gradient_of_shared_table(per_entry: jax.Array, table: jax.Array) -> jax.Array:
-    """Reduce per-entry gradients to the gradient of a table ``[1 or batch, heads, entries]``."""
+    """Sum gradients ``[batch, heads, entries]`` over the batch if all batch entries share the table."""
     return jnp.sum(per_entry, axis=0, keepdims=True) if table.shape[0] == 1 else per_entry
 
 
@@ -82,19 +86,19 @@ def over_tokens(factors: jax.Array, array: jax.Array) -> jax.Array:
 
 
 def products_of_heads(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Sum products of arrays ``[batch, *tokens, heads, width]`` over tokens and width: ``[batch, heads]``."""
+    """Multiply two arrays ``[batch, *tokens, heads, width]``; return the products' sums ``[batch, heads]``."""
     return jnp.sum(one * other, axis=(*range(1, one.ndim - 2), one.ndim - 1))
 
 
-#: Length of a contiguous run for which XLA's sums over the other dimensions are fast.
+#: XLA's sums over an outer dimension are fast if this many elements of the inner dimensions are contiguous.
 _SIDE_BY_SIDE = 256
 
 
 def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> jax.Array:
     """Return the gradient of sinks, ``[1 or batch, heads, 1]``.
 
-    A sink's weight is ``exp(sink - logsumexp)``. A sink adds only to the denominator: it changes the loss by its weight
-    times ``-delta``.
+    A sink's weight is ``exp(sink - logsumexp)``. The gradient is the sum over queries of this weight times ``-delta``,
+    because a sink adds only to the softmax denominator.
 
     Args:
         sinks: ``[1 or batch, heads, 1]``.
@@ -103,41 +107,44 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     """
     batch, *tokens, heads = logsumexp.shape
     per_query = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
-    # If a query sees neither keys nor a sink, its weights are 0; padding may hold any values.
-    # Rounding of large numbers must not make a weight larger than 1.
+    # A query without visible keys and sinks has a logsumexp of -inf. Its weight is 0, even if delta is NaN: padding
+    # may hold any values. The minimum keeps weights at most 1 if large numbers are rounded.
     weights = jnp.exp(jnp.minimum(per_query - logsumexp, 0))
     changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)
-    # Sum in two steps, because XLA's sums over short contiguous runs are slow. The barrier keeps XLA from merging them.
+    # Sum in two steps, because XLA's sums are slow if few elements are contiguous. The barrier keeps XLA from merging
+    # the steps.
     count = math.prod(tokens)
     side_by_side = max(n for n in range(1, max(_SIDE_BY_SIDE // heads, 1) + 1) if count % n == 0)
     part_sums = jnp.sum(changes.reshape(batch, count // side_by_side, side_by_side, heads), axis=1)
-    # If batch entries share sinks, sum over all entries at once.
+    # If all batch entries share the sinks, this also sums over the batch.
     part_sums = jax.lax.optimization_barrier(part_sums).reshape(sinks.shape[0], -1, heads)
     return -jnp.sum(part_sums, axis=1)[..., None]
 
 
-#: Number of columns whose sum is a bias.
+#: Number of columns that encode a key bias (:class:`KeyBiasColumns`). Each column holds one term of the bias, and the
+#: bias is the sum of its terms.
 _TERMS = 3
-#: Smallest scale of the kernels. Biases are divided by the scale, because kernels multiply them by it. The rest of a
-#: smaller scale is multiplied into the query.
+#: Smallest magnitude of the kernels' scale. Terms are divided by the kernels' scale, because kernels multiply them by
+#: it. If the scale of the call is smaller, the query is first multiplied by the ratio of the call's scale to this one.
 _SMALLEST_SCALE = 2.0**-10
-#: Finite numbers are clipped to these shares of the magnitude of a hidden key's logit. A query whose keys are all
-#: hidden then has a logsumexp below ``-_UNSEEN`` times that magnitude, and every other query has a larger logsumexp.
+#: Finite biases and sinks are clipped to these fractions of the magnitude of a hidden key's logit. A logsumexp below
+#: ``-_UNSEEN`` times that magnitude then identifies the queries without sinks whose keys are all hidden.
 _KEY_BIAS_SHARE, _RELATIVE_BIAS_SHARE, _UNSEEN = 0.5, 0.1, 0.75
 
 
 class _Numbers(NamedTuple):
-    """Number format of the bias columns.
+    """Number format of the terms of a key bias.
 
     Attributes:
         exponent_bits: Bits of a term's exponent.
-        fraction_bits: Bits of a term's fraction; kernels may round float32 to TF32, which has ten.
-        largest: The largest term.
-        hidden: Largest magnitude of a product of query and key, and of a logit. Its negative is the logit of hidden
-            keys, since ``-inf`` times the zeros in the columns of other heads would be NaN. ``None`` for float16: there
-            the limit is ``_TERMS * largest``.
-        exponent: Base-2 logarithm of the factor of a term in the kernels, including the scale. Float16 represents
-            neither the small terms of a bias nor numbers large enough to hide a key with any logit.
+        fraction_bits: Bits of a term's fraction. Kernels may round float32 to TF32, which has ten.
+        largest: Largest magnitude of a term.
+        hidden: Magnitude of a hidden key's logit, or of its product with the query, whichever is larger. It is finite,
+            because ``-inf`` times the zeros in the columns of other heads would be NaN. ``None`` for float16: the
+            magnitude of the sum of the terms is then ``_TERMS * largest``.
+        exponent: Base-2 logarithm of the factor by which kernels multiply a term: the query's column times the scale.
+            Float16 needs a larger factor, so that hidden keys have large logits. Its range is nevertheless too small
+            both for the small terms of a bias and for hiding a key with any logit.
     """
 
     exponent_bits: int
@@ -155,12 +162,12 @@ _NUMBERS = {
 
 
 def columns_of(problem: Problem) -> int:
-    """Return the number of columns for the biases of a key."""
+    """Return the number of columns: ``_TERMS`` for each query head that shares a key/value head."""
     return _TERMS * (problem.heads // problem.heads_kv)
 
 
 def with_columns(problem: Problem) -> Problem:
-    """Return the problem that kernels compute, without a bias and with wider heads."""
+    """Return the problem that the kernels compute: without key bias, and with columns in each head."""
     scale = problem.scale if abs(problem.scale) >= _SMALLEST_SCALE else _SMALLEST_SCALE
     head_dim = problem.head_dim + columns_of(problem)
     return dataclasses.replace(problem, head_dim=head_dim, scale=scale, key_bias=False)
@@ -168,15 +175,20 @@ def with_columns(problem: Problem) -> Problem:
 
 @dataclasses.dataclass(frozen=True)
 class KeyBiasColumns:
-    """Extra columns of queries and keys that encode key biases. Arrays are ``[batch or 1, heads]``.
+    """Columns that encode key biases, for kernels that do not add key biases.
+
+    A column is an additional element of the head dimension of queries and keys. The columns of a key hold the terms of
+    its biases, for all query heads that share the key. The columns of a query are constant for the query's own head and
+    zero for the other heads. The product of query and key then includes the bias. All arrays are
+    ``[batch or 1, heads]``.
 
     Attributes:
         problem: The problem of the call, in the element type of the kernels.
-        scale: Factor of the logits in the kernels.
-        query_factor: Factor of the query before the kernels; ``None`` without a factor.
-        column: Value of the query columns: a power of two, so that products are exact.
-        bias: Factor of a term of a bias in the kernels.
-        hidden: Magnitude of the sum of terms of a hidden key.
+        scale: Factor by which kernels multiply the product of query and key.
+        query_factor: Factor by which the query is multiplied before the kernels run, or ``None``.
+        column: Value of the query's columns. It is a power of two, so that products are exact.
+        bias: Factor by which kernels multiply a term: ``column * scale``.
+        hidden: Magnitude of the sum of a hidden key's terms.
     """
 
     problem: Problem
@@ -188,7 +200,7 @@ class KeyBiasColumns:
 
     @classmethod
     def for_problem(cls, problem: Problem, scale: jax.Array | None) -> KeyBiasColumns:
-        """Return the columns for a problem; an array ``scale`` replaces the problem's scale."""
+        """Return the columns for a problem. If ``scale`` is an array, it replaces the problem's scale."""
         if scale is None:
             logit_scale = jnp.full((1, problem.heads), with_columns(problem).scale, problem.element.accumulator)
             query_factor = problem.scale / logit_scale if abs(problem.scale) < _SMALLEST_SCALE else None
@@ -210,7 +222,7 @@ class KeyBiasColumns:
         return jnp.abs(self.hidden * self.bias)
 
     def added(self, operands: Operands) -> Operands:
-        """Return the operands of the kernels, before heads are padded to the kernels' width."""
+        """Return the operands with columns. Their heads are not yet padded to a head dimension of the kernels."""
         inputs, query = operands.inputs, operands.inputs.query
         assert inputs.key_bias is not None
         if self.query_factor is not None:
@@ -228,17 +240,17 @@ class KeyBiasColumns:
         return operands._replace(inputs=inputs)
 
     def result(self, found: Saved) -> Saved:
-        """Return the results of the call: a query whose keys are all hidden has output 0 and logsumexp ``-inf``."""
+        """Convert results of the kernels: if all keys of a query are hidden, set output 0 and logsumexp ``-inf``."""
         is_unseen = found.logsumexp < -_UNSEEN * over_tokens(self.hidden_logit, found.out)[..., 0]
         out, logsumexp, remainder = found
         out, logsumexp = jnp.where(is_unseen[..., None], 0, out), jnp.where(is_unseen, -jnp.inf, logsumexp)
         return Saved(out, logsumexp, None if remainder is None else jnp.where(is_unseen, 0, remainder))
 
     def saved(self, saved: Saved, operands: Operands) -> Saved:
-        """Return the saved results for the backward kernels: a logsumexp of 0 in place of ``-inf``.
+        """Convert saved results for the backward kernels: replace a logsumexp of ``-inf`` by 0.
 
-        With any finite logsumexp, the weights of hidden keys underflow to 0. Padding keeps its logsumexp, by which
-        kernels recognize it.
+        With any finite logsumexp, the weights of hidden keys underflow to 0. The logsumexp of padding does not change,
+        because kernels recognize padding by it.
         """
         logsumexp, layouts = saved.logsumexp, operands.layouts
         is_unseen = jnp.isneginf(logsumexp)
@@ -247,10 +259,11 @@ class KeyBiasColumns:
         return saved._replace(logsumexp=jnp.where(is_unseen, 0, logsumexp))
 
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
-        """Return the gradients of the call's inputs; the gradients of query and key may include extra columns.
+        """Convert gradients of the kernels to gradients of the call's inputs.
 
-        The kernels' gradient of the scale includes the columns, but biases do not depend on the scale: it is computed
-        again.
+        The caller removes the columns that the gradients of query and key may still have. The gradient of an array
+        ``scale`` is computed here. The kernels' gradient would include the columns, although biases do not depend on
+        the scale.
         """
         inputs, width = operands.inputs, self.problem.head_dim
         assert inputs.key_bias is not None
@@ -259,7 +272,7 @@ class KeyBiasColumns:
         found = found._replace(key_bias=bias_gradient)
         if self.query_factor is None:
             return found
-        # The gradients of padding are zero, but the query's padding may hold infinities or NaN.
+        # Clear the query's padding. Its gradient is zero, but zero times infinity or NaN is NaN.
         query = without_padding(operands.layouts, inputs).query
         scaled_gradient = found.query[..., : query.shape[-1]].astype(self.scale.dtype)
         if found.scale is not None:
@@ -284,7 +297,7 @@ class KeyBiasColumns:
         rest = jnp.where(jnp.isneginf(bias), -jnp.sign(factor) * hidden, rest)
         terms = []
         for _ in range(_TERMS):
-            # Do not convert to the kernels' element type and back instead: XLA may remove the conversions.
+            # Do not convert to the kernels' element type and back instead: XLA may remove such a pair of conversions.
             term = jax.lax.reduce_precision(rest, numbers.exponent_bits, numbers.fraction_bits)
             terms.append(jnp.clip(term, -numbers.largest, numbers.largest))
             rest = rest - terms[-1]
@@ -293,7 +306,7 @@ class KeyBiasColumns:
 
 
 def _clipped(added: jax.Array | None, limits: jax.Array) -> jax.Array | None:
-    """Clip the finite numbers of a relative bias or sinks, ``[tables, heads, entries]``, to limits ``[heads, 1]``."""
+    """Clip finite numbers of a relative bias or sinks ``[tables, heads, entries]`` to +-``limits`` ``[heads, 1]``."""
     if added is None:
         return None
     added = with_hidden_keys(added)
