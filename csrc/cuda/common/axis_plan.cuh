@@ -1,4 +1,4 @@
-// A tile in one dimension: the queries and the keys of its dilation group, and its tokens' windows.
+// Plan of a tile in one dimension: the queries and keys of its dilation group, and the windows of its tokens.
 #pragma once
 
 #include <cute/config.hpp>
@@ -8,7 +8,7 @@
 
 namespace natten_jax {
 
-/// Dilation group of the local tokens whose coordinates are `residue` modulo the dilation.
+/// Dilation group of the tokens whose local coordinates equal `residue` modulo the dilation.
 CUTE_DEVICE int group_of(const DeviceAxis& axis, int residue, Origin origin) {
   const int group = origin.group + residue;
   return group - (group >= axis.dilation ? axis.dilation : 0);
@@ -17,9 +17,9 @@ CUTE_DEVICE int group_of(const DeviceAxis& axis, int residue, Origin origin) {
 /// Queries or keys of a dilation group in one dimension.
 struct GroupTokens {
   int residue;       // local coordinate of the first local token, modulo the dilation
-  int shift;         // index of the first local token
-  int local_length;  // local tokens
-  int length;        // global tokens
+  int shift;         // index of the first local token in the global layout
+  int local_length;  // number of local tokens
+  int length;        // number of tokens in the global layout
 
   CUTE_DEVICE static GroupTokens of_queries(const DeviceAxis& axis, const EntryAxis& entry, int group) {
     return of_side(axis, group, entry.query_origin, entry.query_local_extent, entry.query_extent);
@@ -51,9 +51,9 @@ struct QueryAxisPlan {
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
 
-  /// Local keys that the query at `coordinate` of the tile sees; past the layout, the keys of the last query. If the
-  /// dimension wraps, the range may extend past both of its ends. Otherwise both bounds are clamped: an origin that
-  /// places queries far outside the layout must not make ranges that overflow.
+  /// Range of local keys that the query at `coordinate` of the tile attends to. Past the last query, it is the range of
+  /// the last query. If the dimension wraps, the range may extend past the ends of the dimension. Otherwise, both
+  /// bounds are clamped, so that ranges do not overflow if an origin places queries far outside the layout.
   ///
   /// `is_plain`: see EntryWindows.
   CUTE_DEVICE int2 seen(const DeviceAxis& axis, int coordinate, bool is_plain = false) const {
@@ -69,7 +69,7 @@ struct QueryAxisPlan {
 struct KeyAxisPlan {
   GroupTokens query, kv;
   int kv_begin;
-  int first, last;  // local indices of the tile's keys that lie in the array and in the layout; empty if last < first
+  int first, last;  // local indices of the tile's keys inside array and layout; last < first: no keys
   int kernel_size, stride;
 
   CUTE_DEVICE KeyAxisPlan(const DeviceAxis& axis, const EntryAxis& entry, int residue, int tile_index)
@@ -90,8 +90,8 @@ struct KeyAxisPlan {
     return first == kv_begin && last == kv_begin + axis.kv_tile - 1;
   }
 
-  /// Local queries that see a local key, bounded as in QueryAxisPlan::seen; empty if the key lies outside the array or
-  /// the layout.
+  /// Range of local queries that attend to a local key. Its bounds are clamped as in QueryAxisPlan::seen. It is empty
+  /// if the key lies outside the array or the layout.
   CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key, bool is_plain = false) const {
     if (key < first || key > last) return make_int2(0, 0);
     const EntryWindows own = windows(axis, is_plain);

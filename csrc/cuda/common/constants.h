@@ -1,4 +1,4 @@
-// Converts runtime values to the constants that kernels are compiled for.
+// Conversion of runtime values to the compile-time constants that select a kernel.
 #pragma once
 
 #include <iterator>
@@ -11,7 +11,7 @@
 
 namespace natten_jax {
 
-/// Error for an element type that kernels were not compiled for. It is internal, because arguments are checked before.
+/// Error for an element type without compiled kernels. It is an internal error, because arguments are checked earlier.
 inline Status no_such_elements(ElementType type) {
   return Status::internal("no kernel is compiled for elements of type " + std::to_string(static_cast<int>(type)));
 }
@@ -26,13 +26,14 @@ Result with_constant(Value value, Result otherwise, const Call& call) {
   return otherwise;
 }
 
-/// Calls `call` with the element type as a constant, if it has 16 bits.
+/// Calls `call` with `type` as a compile-time constant if its elements have 16 bits. Otherwise, returns `otherwise`.
 template <class Result, class Call>
 Result with_half_type(ElementType type, Result otherwise, const Call& call) {
   return with_constant<ElementType::kFloat16, ElementType::kBFloat16>(type, otherwise, call);
 }
 
-/// Calls `call` with the number of a form in a table as a constant. All forms of the table are compiled.
+/// Calls `call` with `form`, an index into the table `kForms`, as a compile-time constant. `call` is compiled for every
+/// form of the table.
 template <const auto& kForms, class Call, int... kNumbers>
 Status with_form(int form, const Call& call, std::integer_sequence<int, kNumbers...>) {
   return with_constant<kNumbers...>(form, Status::internal("no kernel is compiled in form " + std::to_string(form)),

@@ -11,10 +11,10 @@
 
 namespace natten_jax {
 
-/// Converts a CUDA error to an internal error: arguments are checked before CUDA reads them.
+/// Converts a CUDA error to an internal error. Invalid arguments cannot cause it, because they are checked earlier.
 inline Status status_of(cudaError_t error) {
   if (error == cudaSuccess) return {};
-  cudaGetLastError();  // Clears the error, which is reported here.
+  cudaGetLastError();  // Clears the error, so that no other call reports it again.
   return Status::internal(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 

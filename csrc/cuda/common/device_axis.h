@@ -10,11 +10,12 @@
 
 namespace natten_jax {
 
-/// One token dimension, leading dimensions first. Indices are positions inside a dilation group.
+/// One token dimension of a launch. Arrays of dimensions begin with the leading dimension. Indices are positions inside
+/// a dilation group.
 struct DeviceAxis {
   int query_local_extent;  // local query tokens
   int kv_local_extent;     // local key/value tokens
-  int query_group_tokens;  // query_local_extent / dilation: a group without remainder token
+  int query_group_tokens;  // query_local_extent / dilation: minimum number of tokens per group
   int kv_group_tokens;     // kv_local_extent / dilation
   int query_extent;        // global query tokens
   int kv_extent;           // global key/value tokens
@@ -28,10 +29,11 @@ struct DeviceAxis {
   int kv_tiles;  // key/value tiles per dilation group
   cutlass::FastDivmod by_stride, by_dilation, by_q_tile, by_kv_tile, by_q_tiles, by_kv_tiles;
 
-  // As in Window of natten_jax/windows.h.
+  // Members that the functions of natten_jax/windows.h use, as in Window.
   CUTLASS_HOST_DEVICE int stride_group(int index) const { return by_stride.divide(index) * stride; }
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return by_dilation.divide(extent); }
-  /// Wraps an index that is at most one length outside a dimension that wraps; returns it as it is otherwise.
+  /// If the dimension wraps, maps an index outside it to the index of the same token inside. The index must lie at most
+  /// one length outside. If the dimension does not wrap, returns the index.
   CUTLASS_HOST_DEVICE int around(int index) const {
     if (ends != Ends::kWrap) return index;
     return index < 0 ? index + kv_group_tokens : index >= kv_group_tokens ? index - kv_group_tokens : index;
@@ -40,7 +42,8 @@ struct DeviceAxis {
   CUTLASS_HOST_DEVICE bool is_causal() const { return ends == Ends::kCausal; }
 };
 
-/// Position of the `i`th token in a tile, last dimension fastest; `kByTile` divides by the tile's extents.
+/// Position in a tile of its `i`th token. Tokens are numbered with the last dimension fastest. `kByTile` divides by the
+/// extent of a tile.
 template <cutlass::FastDivmod DeviceAxis::* kByTile>
 CUTLASS_HOST_DEVICE int3 place_in_tile(const DeviceAxis (&axis)[3], int i) {
   int3 at;
@@ -50,7 +53,7 @@ CUTLASS_HOST_DEVICE int3 place_in_tile(const DeviceAxis (&axis)[3], int i) {
   return at;
 }
 
-/// Converts an axis. Its numbers fit into 32 bits in checked problems.
+/// Converts an axis to 32-bit numbers. The checks of a problem ensure that its numbers fit.
 inline DeviceAxis device_axis(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
   DeviceAxis result{};
   const std::int64_t dilation = axis.window.dilation;

@@ -8,7 +8,7 @@ std::vector<CudaDevice> list_cuda_devices() {
   std::vector<CudaDevice> devices;
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    cudaGetLastError();  // A missing driver is a valid result: clear the error.
+    cudaGetLastError();  // Clear the error: a missing driver is a valid result.
     return devices;
   }
   for (int i = 0; i < count; ++i) {

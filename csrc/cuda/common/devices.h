@@ -12,11 +12,11 @@ struct CudaDevice {
   int compute_major;
   int compute_minor;
   int multiprocessors;
-  int shared_memory_per_block;  ///< Bytes that a block may opt in to.
+  int shared_memory_per_block;  ///< Maximum per block with opt-in, in bytes.
   std::size_t global_memory;    ///< Bytes.
 };
 
-/// Lists the devices. Empty without a driver or device.
+/// Lists the devices. The list is empty if there are none, or if the driver is missing.
 std::vector<CudaDevice> list_cuda_devices();
 
 }  // namespace natten_jax

@@ -1,4 +1,4 @@
-// One token dimension of a batch entry, whose layout may be smaller than the arrays.
+// One token dimension of a batch entry. The layout of the entry may be smaller than the arrays.
 #pragma once
 
 #include <cute/config.hpp>
@@ -9,11 +9,12 @@
 
 namespace natten_jax {
 
-/// An origin split by the dilation, rounded down: local coordinate 0 is token `index` of dilation group `group`.
+/// An origin, as quotient and remainder of its division by the dilation. The quotient is rounded down. Local coordinate
+/// 0 is token `index` of dilation group `group`.
 struct Origin {
   int index, group;
 
-  /// The origin at `index`, or zero if `origins` is null.
+  /// Loads and splits `origins[index]`. If `origins` is null, the origin is zero.
   CUTE_DEVICE static Origin load(const std::int32_t* origins, int index, int dilation) {
     return origins == nullptr ? Origin{0, 0} : split(load_written(origins + index), dilation);
   }
@@ -29,11 +30,11 @@ struct Origin {
   }
 };
 
-/// Windows of a dimension for the arithmetic of natten_jax/windows.h: the windows of the launch, or the largest that
-/// fit an entry's layout.
+/// Windows of a batch entry in one dimension, for the functions of natten_jax/windows.h. They are the windows of the
+/// launch. If these do not fit the entry's layout, they are the largest windows that fit.
 ///
-/// `is_plain`: entries have the layout of the launch, and no dimension cuts or wraps windows. A constant of the kernel,
-/// which is compiled only for this case if it is true.
+/// `is_plain`: true if entries have the layout of the launch, and no dimension cuts or wraps windows. It is a constant
+/// of the kernel. If it is true, the code for other cases is not compiled.
 struct EntryWindows {
   const DeviceAxis& axis;
   int kernel_size, stride;
@@ -47,36 +48,40 @@ struct EntryWindows {
 
   CUTLASS_HOST_DEVICE int stride_group(int index) const {
     if (stride == axis.stride) return axis.stride_group(index);
-    // An entry's stride is smaller than the launch's only if the window contains all tokens of a dilation group, or all
-    // but one. So the third stride group and all later ones lie past every token.
+    // The entry's stride is smaller than the stride of the launch. Its window then contains all tokens of a dilation
+    // group, or all but one, and is not smaller than the stride. So all tokens lie in the first two stride groups, and
+    // the third stands for all later ones.
     return ((index >= stride) + (index >= 2 * stride)) * stride;
   }
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return axis.dilations(extent); }
 };
 
-/// Layout of a batch entry, distributed over a warp's lanes, one number per lane. If every lane read all numbers,
-/// all would repeatedly read the same part of L2 and wait for each other.
+/// Layout of a batch entry. Each lane of a warp loads and holds one number of the layout. If each lane loaded all
+/// numbers, all lanes would repeatedly read the same part of L2 and wait for each other.
 class EntryLayout {
  public:
-  /// The layout of the launch.
+  /// Represents the layout of the launch.
   EntryLayout() = default;
 
-  /// The layout of a batch entry. Warp-collective, also when its numbers are read.
+  /// Loads the layout of a batch entry. Warp-collective, like the functions that return origins and extents.
   ///
   /// Args:
-  ///   layouts: [batch, 3, 3]: query origin, query extents, key/value extents; null: the layout of the launch.
+  ///   layouts: [batch, 3, 3]: query origin, query extents and key/value extents of each entry. Null: all entries have
+  ///     the layout of the launch.
+  ///   batch: the batch entry.
   CUTE_DEVICE EntryLayout(const std::int32_t* layouts, int batch) : is_own_(layouts != nullptr) {
     const int lane = min(static_cast<int>(threadIdx.x % 32), kNumbers - 1);
     if (is_own_) of_lane_ = load_written(layouts + batch * kNumbers + lane);
   }
 
-  /// Copy of a layout that a warp keeps in shared memory; `entry` starts as a negative number.
+  /// Copy in shared memory of the last layout that a warp has loaded. `entry` must be initialised to a negative number.
   struct Kept {
     int numbers[kRank * kRank];
     int entry;
   };
 
-  /// The layout of a batch entry, from `kept` or, if that holds another entry, from global memory. Warp-collective.
+  /// Reads the layout of a batch entry from `kept`. If `kept` contains the layout of another entry, loads the layout
+  /// from global memory and copies it to `kept`. Warp-collective.
   CUTE_DEVICE EntryLayout(const std::int32_t* layouts, int batch, Kept& kept) : is_own_(true) {
     const int lane = min(static_cast<int>(threadIdx.x % 32), kNumbers - 1);
     if (kept.entry == batch) {
@@ -90,7 +95,7 @@ class EntryLayout {
     __syncwarp();
   }
 
-  /// True if the entry has a separate layout.
+  /// True if the entry has a separate layout, instead of the layout of the launch.
   CUTE_DEVICE bool is_own() const { return is_own_; }
 
   CUTE_DEVICE int query_origin(int dimension) const { return number(0, dimension); }
@@ -108,15 +113,15 @@ class EntryLayout {
   int of_lane_ = 0;
 };
 
-/// Properties of a dimension that may differ between batch entries.
+/// Numbers of a dimension that may differ between batch entries.
 struct EntryAxis {
-  int query_extent, kv_extent;              // tokens of the layout
-  int query_local_extent, kv_local_extent;  // tokens of the arrays inside the layout, from the first on
-  int query_group_tokens, kv_group_tokens;  // tokens of a dilation group without remainder token
+  int query_extent, kv_extent;              // extents of the layout
+  int query_local_extent, kv_local_extent;  // extents of the part of the arrays that lies in the layout
+  int query_group_tokens, kv_group_tokens;  // minimum number of local tokens per dilation group
   int kernel_size, stride;
   Origin query_origin, kv_origin;
 
-  /// The dimension in the layout of the launch.
+  /// Dimension of an entry that has the layout of the launch.
   CUTE_DEVICE EntryAxis(const DeviceAxis& axis, Origin query_origin, Origin kv_origin)
       : query_extent(axis.query_extent),
         kv_extent(axis.kv_extent),
@@ -129,12 +134,12 @@ struct EntryAxis {
         query_origin(query_origin),
         kv_origin(kv_origin) {}
 
-  /// The dimension in a separate layout, clamped to the tokens of the launch.
+  /// Dimension of an entry that has a separate layout. Its numbers are clamped to the extents of the launch.
   ///
   /// Args:
   ///   axis: dimension of the launch.
   ///   layout: layout of the entry.
-  ///   dimension: number of the dimension in the problem.
+  ///   dimension: index of the dimension.
   CUTE_DEVICE EntryAxis(const DeviceAxis& axis, const EntryLayout& layout, int dimension)
       : EntryAxis(axis, layout.query_origin(dimension), layout.query_extent(dimension), layout.kv_extent(dimension)) {}
 

@@ -27,8 +27,8 @@ void keep_queries(Geometry& geometry, const std::int64_t (&queries)[kRank]) {
   geometry.q_tiles = 1;
   for (int d = 0; d < kRank; ++d) {
     DeviceAxis& axis = geometry.axis[d];
-    // Maximum number of indices in a dilation group from the first coordinate of the box to the last, both divided by
-    // the dilation and rounded down.
+    // Maximum number of indices from the first to the last coordinate of the box, over all positions of the box. The
+    // index of a coordinate is the coordinate divided by the dilation, rounded down.
     const std::int64_t tokens = (queries[d] + axis.dilation - 2) / axis.dilation + 1;
     axis.q_tiles = static_cast<int>(std::min<std::int64_t>((tokens + axis.q_tile - 1) / axis.q_tile, axis.q_tiles));
     axis.by_q_tiles = cutlass::FastDivmod(axis.q_tiles);

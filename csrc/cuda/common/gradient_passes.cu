@@ -14,11 +14,11 @@ namespace natten_jax {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kElements = 8;  // 16-bit elements that a thread moves at once
+constexpr int kElements = 8;  // number of 16-bit elements in a chunk
 constexpr int kChunkBytes = 16;
 constexpr int kMostBlocks = 1 << 16;
-constexpr int kClearingBlocks = 1024;  // few, so that the next kernel may soon start
-constexpr int kUnrolled = 4;           // rows or chunks in flight per thread
+constexpr int kClearingBlocks = 1024;  // few CTAs, so that the next kernel can start early
+constexpr int kUnrolled = 4;           // rows or chunks that a thread loads at once
 
 __device__ float2 to_floats(__half2 pair) {
   return __half22float2(pair);
@@ -45,7 +45,7 @@ __device__ float dot(uint4 a, uint4 b) {
   return sum;
 }
 
-/// Sum over the `kLanes` neighboring threads that share a row.
+/// Sum of the values of the `kLanes` neighboring threads that share a row.
 template <int kLanes>
 __device__ float sum_of_row(float sum) {
 #pragma unroll
@@ -77,8 +77,9 @@ struct Rows {
   }
 };
 
-/// Computes the statistics of rows. `kLanes` neighboring threads share a row, which is a query and head. `kIsPadded`:
-/// rows with a logsumexp of -infinity may be padding, whose other data are not read.
+/// Computes the statistics of each row: the logsumexp in base 2, and delta. A row belongs to a query and a head.
+/// `kLanes` neighboring threads share a row. `kIsPadded`: rows with a logsumexp of -infinity may be padding, so `out`
+/// and `out_cotangent` are not read there.
 template <class Element, int kLanes, bool kIsPadded>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp,
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t first = blockIdx.x * of_block; first < all_rows; first += gridDim.x * of_block) {
     const std::int64_t own = first + threadIdx.x / kLanes;
     uint4 a[kUnrolled], b[kUnrolled];
-    // With padding, all rows are checked before any is read.
+    // With padding, check all rows of the thread before loading the first one.
     bool is_real[kUnrolled];
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
       a[i] = is_real[i] ? out[at] : make_uint4(0, 0, 0, 0);
       b[i] = is_real[i] ? out_cotangent[at] : make_uint4(0, 0, 0, 0);
     }
-    float sum = 0.f;  // of the row that this thread writes
+    float sum = 0.f;  // for the row whose statistics this thread writes
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
       const float of_row = sum_of_row<kLanes>(dot<Element>(a[i], b[i]));
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Computes delta without the logsumexp, with results in the order of the rows.
+/// Computes only delta, and not the logsumexp in base 2. The results have the order of the rows.
 template <class Element, int kLanes>
 __global__ void __launch_bounds__(kThreads, 8)
     natten_jax_row_delta_reduction(const uint4* out, const uint4* out_cotangent, const float* logsumexp_cotangent,
@@ -127,10 +128,11 @@ __global__ void __launch_bounds__(kThreads, 8)
   const int lane = threadIdx.x % kLanes;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * (kThreads / kLanes);
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
-  // All threads of a warp take part in its shuffles.
+  // Threads past the last row stay in the loop, because all threads of a warp must take part in its shuffles.
   for (std::int64_t row = first; row - threadIdx.x % 32 / kLanes < rows; row += step) {
     float sum = 0.f;
-    // Usually a single chunk. Code for several at once takes 40 registers; 32 allow full occupancy.
+    // This loop usually has one iteration. If it were unrolled, the kernel would take 40 registers. Full occupancy
+    // allows 32.
 #pragma unroll 1
     for (int chunk = lane; row < rows && chunk < chunks; chunk += kLanes) {
       sum += dot<Element>(out[row * chunks + chunk], out_cotangent[row * chunks + chunk]);
@@ -140,8 +142,9 @@ __global__ void __launch_bounds__(kThreads, 8)
   }
 }
 
-/// Scales and rounds sums. `of_rows`: with padding, statistics in the order of the sums; rows with a logsumexp of
-/// -infinity have undefined sums.
+/// Scales sums and rounds them to elements of the gradient. `of_rows`: with padding, statistics of the rows, in the
+/// order of the sums; otherwise null. If the logsumexp of a row is -infinity, its sums are undefined, and its gradient
+/// is zero.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     natten_jax_convert_gradient(const float4* sums, const float2* of_rows, const __grid_constant__ Scale scales,
@@ -149,13 +152,13 @@ __global__ void __launch_bounds__(kThreads)
                                 std::int64_t all_heads, int chunks,
                                 const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
   wait_for_previous_kernel();
-  allow_next_kernel();  // the next kernel fills padding of other gradients
+  allow_next_kernel();  // the next kernel fills only padding of other gradients
   const std::int64_t of_block = kThreads * kUnrolled;
   for (std::int64_t first = blockIdx.x * of_block + threadIdx.x; first < all_chunks; first += gridDim.x * of_block) {
     float4 low[kUnrolled], high[kUnrolled];
     std::int64_t from[kUnrolled], to[kUnrolled];
     float scale[kUnrolled];
-    // With padding, all rows are checked before any is read.
+    // With padding, check all rows of the thread before loading the first one.
     bool has_sums[kUnrolled];
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
@@ -186,13 +189,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Fills elements with zeros, the first `quads` * 4 of them four at once.
+/// Fills elements with zeros. The first `quads` * 4 elements are written four at a time.
 ///
-/// griddepcontrol.wait precedes launch_dependents, because the next kernel reads operands written by kernels before
-/// this one without waiting for them. If it were allowed to start earlier, these kernels could still be writing.
+/// griddepcontrol.wait precedes launch_dependents. The next kernel reads operands that kernels before this one have
+/// written, and does not wait for these kernels. If it could start earlier, those kernels might still be writing.
 ///
 /// Args:
-///   of_rows: as in natten_jax_convert_gradient, for the first rows of the elements; null without padding.
+///   of_rows: with padding, statistics of the first `all_rows` rows: rows with a logsumexp of -infinity stay unchanged.
+///     Null without padding.
 __global__ void __launch_bounds__(kThreads)
     natten_jax_clear(float* elements, std::int64_t quads, std::int64_t number, const float2* of_rows,
                      std::int64_t all_rows, const __grid_constant__ cutlass::FastDivmodU64 by_row_quads) {

@@ -1,4 +1,4 @@
-// Plans of query tiles, computed by the lanes of a warp, one dimension per lane.
+// Plans of query tiles. A warp computes a plan, and each of its lanes plans one dimension.
 #pragma once
 
 #include <cute/config.hpp>
@@ -25,23 +25,22 @@ CUTE_DEVICE QueryAxisPlan of_lane(QueryAxisPlan plan, int lane) {
   return plan;
 }
 
-/// Dimension of a tile that a lane plans.
+/// Dimension that this lane plans. Lanes from 2 on plan the last dimension.
 CUTE_DEVICE int planned_dimension() {
   return min(static_cast<int>(threadIdx.x % 32), 2);
 }
 
-/// Index of a token in a batch entry, from its coordinates. Each lane passes the coordinate of the dimension that it
-/// plans.
+/// Index of a token in its batch entry. `coordinate` is the token's coordinate in the dimension that this lane plans.
 CUTE_DEVICE int token_number(int coordinate, int y_extent, int z_extent) {
   return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
 }
 
-/// Plan of a query tile in the lane's dimension.
+/// Plan of a query tile in the dimension that this lane plans.
 ///
 /// Args:
 ///   axis: axes of the launch.
 ///   place: position of the tile.
-///   entry: the dimension in the tile's batch entry.
+///   entry: the lane's dimension of the tile's batch entry.
 CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace& place, const EntryAxis& entry) {
   const int d = planned_dimension();
   const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
@@ -49,7 +48,8 @@ CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace
   return QueryAxisPlan(axis[d], entry, residue, QueryTileSchedule::latest_first(axis[d], index));
 }
 
-/// Plan of a query tile in the lane's dimension, from the tile's number. Also returns its batch entry and head.
+/// Plan of a query tile in the dimension that this lane plans. `tile` is the number of the tile. Also sets the tile's
+/// batch entry and head.
 ///
 /// `kIsPlain`: see EntryWindows.
 template <bool kIsPlain, class Params>

@@ -8,7 +8,8 @@ namespace natten_jax {
 
 cudaError_t allow_all_shared_memory(const void* kernel) {
   static std::mutex mutex;
-  // Keyed by kernel and device. Never destroyed: launches may outlive static objects.
+  // Pairs of kernel and device whose shared-memory limit is set. The set is never destroyed, because kernels may be
+  // launched after static objects are destroyed.
   static auto& allowed = *new std::set<std::pair<const void*, int>>;
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
@@ -22,7 +23,7 @@ cudaError_t allow_all_shared_memory(const void* kernel) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  most - static_cast<int>(attributes.sharedSizeBytes));
   }
-  // Failures are not cached: a later launch may use a working device.
+  // Failures are not cached, because a later call may succeed.
   if (error == cudaSuccess) allowed.insert({kernel, device});
   return error;
 }

@@ -9,7 +9,7 @@
 
 namespace natten_jax {
 
-/// Maximum bytes of kernel parameters. More than 4096 require CUDA 12.1 and its driver (530), or newer ones.
+/// Maximum size of kernel parameters, in bytes. Sizes above 4096 require CUDA 12.1 or later, and driver 530 or later.
 constexpr std::size_t kMostParameterBytes = 32764;
 
 /// Launch configuration of a kernel.
@@ -18,18 +18,19 @@ struct LaunchShape {
   int threads;        ///< Threads of a block.
   int shared_memory;  ///< Dynamic, in bytes.
   cudaStream_t stream;
-  /// PDL: starts when the previous kernel allows it. Before the kernel calls `wait_for_previous_kernel`, it must not
-  /// read what the previous kernel writes, and must not write at all. It must make this call before it ends.
+  /// PDL: the kernel starts when the previous kernel allows it. Every kernel with this flag must call
+  /// `wait_for_previous_kernel`. Before this call, it must not read what the previous kernel writes. It must not write
+  /// either (FillTime::kBeside of padding.h is an exception).
   bool overlaps = false;
 };
 
 /// Allows a kernel to use all shared memory of the current device.
 ///
-/// The limit is one number per kernel and device, which all host threads share. If it were set to the need of a launch,
-/// another thread could lower it before that launch. So it is set once, to the maximum.
+/// All host threads share one limit per kernel and device. If a thread set the limit to the size that its launch needs,
+/// another thread could lower the limit before this launch. So the limit is set once, to the maximum.
 cudaError_t allow_all_shared_memory(const void* kernel);
 
-/// Launches a kernel. Returns the error of this launch; does not clear or report earlier errors of other calls.
+/// Launches a kernel. Returns the error of this launch. Neither returns nor clears errors of earlier calls.
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, Arguments&&... arguments) {
   static_assert((sizeof(Parameters) + ... + 0) <= kMostParameterBytes);
@@ -50,7 +51,7 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchShape& shape, Argu
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
-/// Launches the form of a kernel for `Traits`, which define the threads and shared memory of a CTA.
+/// Launches a form of a kernel. `Traits` defines the number of threads and the shared memory of its CTAs.
 template <class Traits, class Params>
 cudaError_t launch_form(void (*kernel)(Params), dim3 ctas, cudaStream_t stream, const Params& params,
                         bool overlaps = false) {
@@ -58,17 +59,17 @@ cudaError_t launch_form(void (*kernel)(Params), dim3 ctas, cudaStream_t stream, 
   return launch(kernel, {ctas, Traits::kThreads, kSharedMemory, stream, overlaps}, params);
 }
 
-/// PDL: griddepcontrol.launch_dependents. The next kernel of the stream may start when all CTAs have called this or
-/// ended.
+/// PDL: griddepcontrol.launch_dependents. The next kernel of the stream may start when every CTA has called this
+/// function or has ended.
 __device__ inline void allow_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/// Loads data written two kernels back under PDL, with ld.global.cg. That kernel has ended if the kernel in between
-/// waited for it, but its writes are guaranteed visible only to threads that wait themselves. So this reads L2; L1 may
-/// be stale.
+/// Loads data with ld.global.cg. This is needed under PDL if kernel C reads what kernel A has written, and kernel B was
+/// launched between them. If B waited for A before it allowed C to start, A has ended. But A's writes are guaranteed to
+/// be visible only to threads that wait themselves: L1 may be stale in C, so this function reads L2.
 template <class Number>
 __device__ __forceinline__ Number load_written(const Number* number) {
   return __ldcg(number);

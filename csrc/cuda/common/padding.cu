@@ -9,19 +9,19 @@ namespace {
 
 constexpr int kMostArrays = 3;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kSegmentBytes = 1 << 13;       // of a line, per warp and step: whole tokens, at least one
-constexpr std::int64_t kBlocks = 1 << 11;    // enough for all SMs
-constexpr std::int64_t kFewBlocks = 1 << 8;  // leave room for CTAs of other kernels
+constexpr int kSegmentBytes = 1 << 13;       // maximum that a warp fills per step, unless a token is larger
+constexpr std::int64_t kBlocks = 1 << 11;    // enough CTAs for all SMs
+constexpr std::int64_t kFewBlocks = 1 << 8;  // few enough to leave room for other kernels
 
-/// An array, the bytes of a token, and the word that fills its padding.
+/// An array whose padding is filled.
 struct PaddedArray {
   void* data;
   std::int64_t token_bytes;
-  std::uint32_t word;
-  bool has_queries;
-  int segment;           // tokens of a line that a warp fills at a time
-  unsigned first_block;  // first of the CTAs that fill it, and their number
-  unsigned blocks;
+  std::uint32_t word;    // padding is filled with copies of this word
+  bool has_queries;      // true if its tokens are queries, false if they are keys
+  int segment;           // number of tokens that a warp fills per step
+  unsigned first_block;  // index of the first CTA that fills this array
+  unsigned blocks;       // number of CTAs that fill this array
 };
 
 struct Padding {
@@ -33,7 +33,8 @@ struct Padding {
   PaddedArray array[kMostArrays];
 };
 
-/// Fills a range of bytes, whose ends are multiples of the word's size. Warp-collective.
+/// Fills memory from `begin` to `end` with copies of `word`. Both must be multiples of the size of a word.
+/// Warp-collective.
 template <class Word>
 CUTE_DEVICE void fill(char* begin, const char* end, Word word) {
   for (char* at = begin + threadIdx.x % 32 * sizeof(Word); at < end; at += 32 * sizeof(Word)) {
@@ -41,7 +42,8 @@ CUTE_DEVICE void fill(char* begin, const char* end, Word word) {
   }
 }
 
-/// Segments of an array's lines, over all batch entries in order.
+/// Numbers of segments of an array: per line, per batch entry, and in total. A line consists of the tokens along the
+/// last dimension.
 struct Segments {
   int of_line;
   std::int64_t of_entry, all;
@@ -56,9 +58,9 @@ struct Segments {
   }
 };
 
-/// Fills the part of each segment that is padding. CTAs take segments in turn, over all batch entries. With separate
-/// CTAs per entry, the entries with the most padding ended last: sequences of which half is padding took 35
-/// microseconds.
+/// Fills the padding in each segment. The segments of all batch entries are distributed over the warps in turn. If each
+/// entry had separate CTAs, the CTAs of the entries with the most padding would end last: for sequences of which half
+/// was padding, the kernel took 35 microseconds.
 CUTE_DEVICE void fill_segments(const Padding& p) {
   int number = 0;
   while (number + 1 < p.arrays && blockIdx.x >= p.array[number + 1].first_block) ++number;
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) natten_jax_fill_padding(const __grid
   if (p.is_between) wait_for_previous_kernel();
   allow_next_kernel();
   fill_segments(p);
-  // Keeps the PDL chain transitive: the next kernel also comes after the kernel that this one overlaps with.
+  // Keep the PDL chain transitive: a kernel that waits for this kernel must also wait for the previous kernel.
   wait_for_previous_kernel();
 }
 
@@ -133,7 +135,7 @@ cudaError_t fill_padding(const Problem& problem, const std::int32_t* layouts, st
   return launch(natten_jax_fill_padding, {dim3(blocks), kThreads, 0, stream, time != FillTime::kAfter}, p);
 }
 
-/// An array whose padding is filled with zeros, for all heads of a token.
+/// An array [batch, tokens, heads, head_dim] whose padding is filled with zeros.
 PaddedArray zeros(const Problem& problem, void* data, std::int64_t heads, std::int64_t head_dim, bool has_queries) {
   return {data, heads * head_dim * element_bytes(problem.element_type), 0, has_queries};
 }

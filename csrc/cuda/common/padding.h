@@ -1,4 +1,4 @@
-// Results of a pass in padding: tokens of arrays outside their batch entry's layout.
+// Fills the padding in results of a pass. Padding consists of the tokens outside the layout of their batch entry.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,19 +11,26 @@
 
 namespace natten_jax {
 
-/// When padding is filled, relative to other kernels of the stream. The next kernel may overlap in all cases.
+/// Start of the kernel that fills padding, relative to the previous kernel of the stream. The next kernel may always
+/// start while padding is filled.
 enum class FillTime {
-  kAfter,    ///< After the previous kernel has ended.
-  kBeside,   ///< While the previous kernel runs, which must allow it, write no padding, and follow ended kernels.
-  kBetween,  ///< After the previous kernel, while the next one runs, which can read the previous one's results.
+  /// Starts when the previous kernel has ended, without PDL.
+  kAfter,
+  /// Starts while the previous kernel runs. That kernel must allow this, and must not write padding. All other kernels
+  /// that access the padding must have ended by then.
+  kBeside,
+  /// PDL: waits until the previous kernel has ended, and then lets the next kernel start. So the next kernel can read
+  /// the results of the previous kernel.
+  kBetween,
 };
 
-/// Fills the padding of an output with zeros, of its logsumexp with -infinity, and of the remainder, if any, with
-/// zeros.
+/// Fills the padding of the output with zeros, and the padding of the logsumexp with -infinity. If there is a
+/// remainder, fills its padding with zeros.
 cudaError_t fill_padding_of_output(const Problem& problem, const Arrays& arrays, cudaStream_t stream,
                                    FillTime time = FillTime::kAfter);
 
-/// Fills the padding of key and value gradients with zeros, and also of query gradients if `has_query_gradient`.
+/// Fills the padding of the key and value gradients with zeros. If `has_query_gradient`, also fills the padding of the
+/// query gradient.
 cudaError_t fill_padding_of_gradients(const Problem& problem, const Arrays& arrays, bool has_query_gradient,
                                       cudaStream_t stream, FillTime time = FillTime::kAfter);
 

@@ -17,7 +17,7 @@ inline Status check_half_elements(const Problem& problem) {
   return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16");
 }
 
-/// Returns an error if a head dimension is not a multiple of `step`, or larger than `largest`.
+/// Returns an error if a head dimension is not a multiple of `step`, or if it is larger than `largest`.
 inline Status check_head_dims(const Problem& problem, std::int64_t step, std::int64_t largest) {
   for (const std::int64_t head_dim : {problem.head_dim, problem.head_dim_v}) {
     if (head_dim % step != 0 || head_dim > largest) {
@@ -29,7 +29,8 @@ inline Status check_head_dims(const Problem& problem, std::int64_t step, std::in
   return {};
 }
 
-/// Returns an error if the bytes of a token do not fit into 32 bits, with heads of at most `largest_head_dim`.
+/// Returns an error if a token would have 2^31 bytes or more with heads of `largest_head_dim` elements. Elements have
+/// `largest_element` bytes.
 inline Status check_token_bytes(const Problem& problem, std::int64_t largest_head_dim, std::int64_t largest_element) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   if (problem.heads <= kMost / (largest_head_dim * largest_element)) return {};
@@ -37,14 +38,14 @@ inline Status check_token_bytes(const Problem& problem, std::int64_t largest_hea
                                   " heads, with which a token has 2^31 bytes or more");
 }
 
-/// Returns an error if the heads of all tokens of an array are more than a 32-bit integer can count.
+/// Returns an error if an array has 2^31 rows or more. Each head of each token is a row.
 inline Status check_rows(const Problem& problem) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   for (const auto& [name, tokens, heads] :
        {std::tuple{"query", problem.queries(), problem.heads}, std::tuple{"key", problem.keys(), problem.heads_kv},
         std::tuple{"additional_keys", problem.additional_kv, problem.heads_kv}}) {
-    // Extents and numbers of heads have 31 bits. So a product of two fits into 64 bits; it is checked before the third
-    // factor.
+    // Each factor fits into 31 bits, so a product of two factors fits into 64 bits. It is checked before it is
+    // multiplied by the third factor.
     if (tokens > kMost || tokens * heads > kMost || tokens * heads * problem.batch > kMost) {
       return Status::invalid_argument(std::string(name) + " has 2^31 heads of all its tokens or more");
     }

@@ -6,10 +6,12 @@
 namespace natten_jax {
 namespace {
 
-/// Number of boxes that can be loaded while the tile before is computed; more boxes take longer.
+/// Number of boxes that can be loaded while the previous tile is computed. If a tile has more boxes, loads take longer
+/// than the computation.
 constexpr double kBoxesMeanwhile = 3;
 
-/// An extent of boxes along a dimension, and the growth of the number of tiles because no box may cross a seam.
+/// A possible extent of boxes along a dimension. No box may cross a seam (the end of a dimension that wraps), so a pass
+/// may need more tiles: `tiles` is the number of tiles relative to a dimension without seams.
 struct Candidate {
   std::int64_t box;
   double tiles;
@@ -20,16 +22,17 @@ std::vector<Candidate> candidates(const Axis& axis, std::int64_t tile, std::int6
   const Window& window = axis.window;
   if (window.ends != Ends::kWrap) return {{tile, 1}};
   const std::int64_t length = axis.kv.extent / window.dilation;
-  // Maximum number of keys that an outer tile sees: up to `stride` - 1 more at either end, because the queries of a
-  // stride group share a window.
+  // Maximum number of inner tokens (keys in the forward pass) of an outer tile. The queries of a stride group share a
+  // window, which may add `stride` - 1 tokens at either end.
   const std::int64_t most = window.kernel_size + std::min(outer, length) - 1 + 2 * (window.stride - 1);
-  // If a seam lies among their tokens, the tiles begin up to a box earlier, and have to cover up to a box more. The
-  // last tile may have room for these tokens.
+  // If a seam lies among these tokens, the tiles begin up to `box` - 1 tokens earlier. The last tile may have room for
+  // the additional tokens.
   const std::int64_t tiles = (most + tile - 1) / tile, room = tiles * tile - most;
   const double seams = std::min(static_cast<double>(most) / static_cast<double>(length), 1.);
   std::vector<Candidate> result;
   for (std::int64_t box = tile; box > 0; --box) {
-    // No seam may cut a box: boxes divide the distance between seams, or there is a single seam.
+    // No seam may cut a box. Either the extent of a box divides the distance between seams, or only one seam can lie
+    // among the tokens.
     if (tile % box != 0 || (length % box != 0 && most + box - 1 > length)) continue;
     const std::int64_t more = std::max<std::int64_t>(box - 1 - room, 0);
     result.push_back({box, 1 + seams * static_cast<double>(more) / static_cast<double>(box * tiles)});

@@ -9,17 +9,19 @@
 namespace natten_jax {
 namespace {
 
-/// Bytes of keys and values that should stay in L2: about the L2 capacity of a Hopper GPU.
+/// Maximum size, in bytes, of the keys and values of interleaved heads, which should stay in L2. This is about the L2
+/// capacity of a Hopper GPU.
 constexpr std::int64_t kCacheBytes = 64 << 20;
 
 bool is_causal(const Problem& problem) {
   return std::any_of(problem.axes, problem.axes + kRank, [](const Axis& axis) { return axis.window.is_causal(); });
 }
 
-/// Heads whose query tiles are interleaved. Causal tiles differ in length: the more heads are interleaved, the more
-/// short tiles come last, and the less the end times of SMs differ. So this is the maximum number of heads whose keys
-/// and values fit into L2 together: 17% faster than one head after the other for 16 heads of 8192 tokens, and 45% for 4
-/// heads of 16384. Other problems would be up to 16% slower with interleaving.
+/// Number of heads whose query tiles are interleaved. Causal tiles differ in length. The more heads are interleaved,
+/// the more short tiles come last, and the less the end times of SMs differ. So this is the maximum number of heads
+/// whose keys and values fit into L2 together. With this limit, forward passes take less time than with a limit of 8
+/// MiB: 17% less for 16 heads of 8192 tokens, and 50% less for 4 heads of 16384 (docs/kernels-hopper.md). Problems that
+/// are not causal would take up to 16% more time with interleaving.
 int heads_per_query_block(const Problem& problem) {
   if (!is_causal(problem)) return 1;
   const std::int64_t bytes =
@@ -32,14 +34,15 @@ int heads_per_query_block(const Problem& problem) {
   return best;
 }
 
-/// Heads whose key/value tiles are interleaved: two if tiles take turns, so that only half of the
-/// tiles wait for one another (2 to 12% faster). Causal problems, whose longest tiles come first, would gain nothing
-/// and have more L2 misses.
+/// Number of heads whose key/value tiles are interleaved. It is two if tiles take turns to add to the query gradient.
+/// Only half of the tiles then wait for one another, which saves up to 11% of the time (docs/kernels-hopper.md). Causal
+/// problems would gain nothing from interleaving, and have more L2 misses.
 int heads_per_key_block(const Problem& problem, bool takes_turns) {
   return takes_turns && !is_causal(problem) && problem.heads_kv % 2 == 0 ? 2 : 1;
 }
 
-/// Number of classes of tiles of about the same length: eight classes between a power of two and the next.
+/// Number of length classes. The length of a key/value tile is its number of query tiles. There are eight classes
+/// between a power of two and the next.
 constexpr int kClasses = 256;
 
 int length_class(std::int64_t q_tiles) {
@@ -48,7 +51,8 @@ int length_class(std::int64_t q_tiles) {
   return 8 * octave + static_cast<int>(q_tiles >> octave);
 }
 
-/// For each key/value tile of the longest dilation group, the number of query tiles that see it.
+/// Number of query tiles that attend to each key/value tile, along one dimension. Counted in the longest dilation
+/// group.
 std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
   const Window& w = axis.window;
   const auto of_group = [&](std::int64_t extent) { return group_length<Window, std::int64_t>(w, extent, 0); };
@@ -66,29 +70,30 @@ std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, s
   return q_tiles;
 }
 
-/// Number of the last rounds of tiles, with one tile per SM, that are sorted. Sorting more rounds gains little and
-/// causes L2 misses: tiles of equal length lie all over a layout and in all heads, and share few queries. Sorting all
-/// tiles took 26% longer for 4 heads of 256 x 256 tokens with windows of 80 x 80, 34% for 8 heads, and 65% for 128
-/// causal heads of 4096 tokens.
+/// Number of rounds, at the end of the order, whose tiles are sorted by length. A round is one tile per SM. Sorting
+/// more rounds gains little and causes L2 misses: tiles of equal length are spread over the layout and all heads, and
+/// share few queries. If all tiles are sorted, the pass takes more time (docs/kernels-hopper.md): 23% more for 4 heads
+/// of 256 x 256 tokens with windows of 80 x 80, 34% more for 8 such heads, and 61% more for 128 causal heads of 4096
+/// tokens.
 constexpr int kSortedRounds = 4;
 
-/// Sorts the last tiles by length: tiles that the most query tiles see come first. The position of a part of a layout
-/// is not known here, so it is sorted as if it were at the start.
+/// Sorts the last tiles by length: tiles to which the most query tiles attend come first. If the arrays contain a part
+/// of the layout, the position of this part is not known here. It is then assumed to be at the start.
 void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule& schedule) {
   std::vector<std::int64_t> q_tiles[kRank];
   for (int d = 0; d < kRank; ++d) q_tiles[d] = count_q_tiles(problem.axes[d], tiles.query[d], tiles.kv[d]);
-  std::vector<int> classes;  // of the tiles of a dilation group
+  std::vector<int> classes;  // class of each tile of a dilation group
   for (const std::int64_t x : q_tiles[0]) {
     for (const std::int64_t y : q_tiles[1]) {
       for (const std::int64_t z : q_tiles[2]) classes.push_back(length_class(x * y * z));
     }
   }
-  // Sorted by class and, within a class, by number, because neighbors share their queries. Additional tokens stay
-  // first.
+  // Tiles are sorted by class. Tiles of a class are sorted by number, because tiles with neighboring numbers share
+  // queries. Tiles of additional tokens stay first.
   const int tiles_per_group = static_cast<int>(classes.size()), additional = schedule.additional_tiles;
   const int first = std::max(schedule.first_sorted, additional);
   const auto class_of = [&](int tile) { return classes[(tile - additional) % tiles_per_group]; };
-  int position[kClasses] = {};  // number of tiles, then position of the next tile
+  int position[kClasses] = {};  // per class: number of tiles, later the position of its next tile
   for (int tile = first; tile < schedule.tiles; ++tile) ++position[class_of(tile)];
   for (int of_tile = kClasses - 1, next = first - schedule.first_sorted; of_tile >= 0; --of_tile) {
     const int tiles_of_class = position[of_tile];
@@ -101,7 +106,9 @@ void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule
   }
 }
 
-/// Keys at a distance of one window from the start are seen by the most queries, so the longest work comes first.
+/// Order in which the tiles of a dimension add to the query gradient. It begins with the tile that contains the last
+/// key of the first window. The most queries attend to this key, so the longest tile comes first. In a causal
+/// dimension, the order begins with the last tile.
 TurnOrder turn_order(const DeviceAxis& axis) {
   const int last = axis.kv_tiles - 1;
   return {axis.is_causal() ? last : std::min((axis.kernel_size - 1) / axis.kv_tile, last)};
