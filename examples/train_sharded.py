@@ -5,8 +5,8 @@ and the hidden features of the MLP are sharded over `model`. The code shards onl
 compiler derives all other shardings. The attention operator needs no communication.
 
 The clips pan over the two photographs that come with scikit-learn, so nothing is downloaded. The model predicts each
-frame from the frames before it, so attention is causal along time. A CPU can act as several devices. Such a run shows
-that sharded training gives the results of a single device, not that it is faster.
+frame from the frames before it, so attention is causal along time. A CPU can act as several devices. A run on a CPU
+can show that sharded training gives the losses of a single device, but cannot show a speed-up.
 
     python examples/train_sharded.py --devices 8 --model-parallel 2 --compare
 """
@@ -169,7 +169,7 @@ class Data:
         self.options = options
 
     def batch(self, step: int) -> np.ndarray:
-        """Return patches of random clips, ``[batch, frames + 1, height, width, pixels]``, for a step number."""
+        """Return patches ``[batch, frames + 1, height, width, pixels]`` of random clips. ``step`` selects the clips."""
         random = np.random.default_rng((self.options.seed, step))
         return np.stack([self._clip(random) for _ in range(self.options.batch_size)])
 

@@ -102,7 +102,7 @@ class Data:
         self.clips = jax.jit(jax.vmap(self._clip, in_axes=(None, 0)))
 
     def batch(self, step: int) -> tuple[jax.Array, jax.Array]:
-        """Return noisy and clean patches of random clips, ``[batch, *tokens, pixels]``, for a step number."""
+        """Return noisy and clean patches ``[batch, *tokens, pixels]`` of random clips. ``step`` selects the clips."""
         return self.clips(self.pictures, jax.random.split(jax.random.fold_in(self.key, step), self.batch_size))
 
     def _clip(self, pictures: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -45,7 +45,7 @@ class Block(nnx.Module):
             num_heads=features // HEAD_DIM,
             kernel_size=kernel_size,
             edges=edges,
-            relative_bias=True,  # lets attention depend on the direction, such as upwind
+            relative_bias=True,  # lets attention prefer a direction, such as upwind
             rngs=rngs,
         )
         self.perceptron_norm = nnx.LayerNorm(features, rngs=rngs)
@@ -94,7 +94,7 @@ def winds(latitudes: jax.Array, longitudes: int) -> jax.Array:
 def weather(key: jax.Array, count: int, steps: int, grid: Sequence[int]) -> jax.Array:
     """Return random fields at steps 0 to ``steps``: ``[steps + 1, count, latitudes, longitudes]``.
 
-    Values have mean 0 and standard deviation 1 over random fields.
+    At every point, the distribution of values has mean 0 and standard deviation 1.
     """
     latitudes, longitudes = latitudes_of(grid[0]), jnp.arange(grid[1]) / grid[1] * 2 * jnp.pi
     size_key, direction_key, phase_key, sign_key = jax.random.split(key, 4)

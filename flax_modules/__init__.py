@@ -1,10 +1,10 @@
-"""Neighborhood attention for Flax. Install it with the extra ``flax``.
+"""Neighborhood attention for Flax. The extra ``flax`` of the package also installs Flax.
 
 Importing this package only checks that Flax is installed. Import the submodule that you need:
 
 - :mod:`natten_jax.flax_modules.nnx`: ``NeighborhoodAttention1D``, ``2D`` and ``3D`` for :mod:`flax.nnx`.
-- :mod:`natten_jax.flax_modules.linen`: modules of these names for :mod:`flax.linen`. They have the same parameters and
-  constructor arguments, except the arguments ``rngs`` and ``*_metadata`` of ``nnx``.
+- :mod:`natten_jax.flax_modules.linen`: modules with the same names for :mod:`flax.linen`. Parameters and constructor
+  arguments are also the same, except that only the ``nnx`` modules have the arguments ``rngs`` and ``*_metadata``.
 - :mod:`natten_jax.flax_modules.attention_fn`: ``neighborhood_attention_fn``, for the ``attention_fn`` argument of
   Flax's own ``MultiHeadAttention``.
 - :mod:`natten_jax.flax_modules.convert`: functions that convert weights from the PyTorch modules of NATTEN and Hugging

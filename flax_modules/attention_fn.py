@@ -123,8 +123,9 @@ class Neighborhood:
 def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | None) -> Any:
     """Flatten the batch dimensions of an array to one dimension.
 
-    An array is returned unchanged if its shape does not begin with ``batch``. If ``rank`` is not ``None``, an array is
-    also returned unchanged if ``batch`` is empty, or if the number of the remaining dimensions is not ``rank``.
+    ``rank`` is the required number of further dimensions, or ``None`` for any number. An array is returned unchanged if
+    its shape does not begin with ``batch``. If a number is required, an array is also returned unchanged if ``batch``
+    is empty, or if the number of further dimensions differs.
     """
     shape = getattr(array, "shape", ())
     others = shape[len(batch) :]
@@ -164,7 +165,7 @@ def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name
         module: Name of the module or function, for error messages.
         rank: Number of token dimensions.
         settings: The window arguments, ``clamp_window``, the scale, and the arguments of :class:`Performance`.
-        scale_name: Key of the scale in ``settings``. Error messages use it as the name of the argument.
+        scale_name: Key of the scale in ``settings``. Error messages contain this name.
 
     Raises:
         ValueError: A value breaks a rule of the operator, or ``backend`` is unknown.

@@ -201,7 +201,7 @@ def _annotating(initializer: Initializer) -> Initializer:
 
 @dataclasses.dataclass(frozen=True)
 class _NotYetShaped(meta.AxisMetadata[jax.Array]):
-    """A value with partitioning annotations that does not have its final shape yet."""
+    """A value that has partitioning annotations, but does not have its final shape yet."""
 
     annotated: meta.Partitioned[jax.Array]
 

@@ -29,8 +29,9 @@ _source_tree.serve_flax_modules()
 __version__ = _version.__version__
 
 #: Checkpoint names (``jax.ad_checkpoint.checkpoint_name``) of the arrays that a forward pass saves for its backward
-#: pass. The policy ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`` of a rematerialized function
-#: keeps these arrays, so that the backward pass does not run the forward kernel again.
+#: pass. If a rematerialized function has the policy
+#: ``jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)``, JAX keeps these arrays, and the backward pass
+#: does not run the forward kernel again.
 CHECKPOINT_NAMES = _checkpoint_names.CHECKPOINT_NAMES
 
 #: Safety checks of ``jax.export`` that reject native kernels. To export a program that uses native kernels, disable

@@ -69,7 +69,7 @@ def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *,
         counts: The argument, ``[batch, rank]``, or ``[batch]`` if ``is_length``.
         batch: Batch size.
         layout: Token extents of the arrays, including padding.
-        is_length: True if the argument is a sequence length per batch entry.
+        is_length: True if the argument is the sequence length of each batch entry.
 
     Raises:
         ValueError: A count is negative or larger than the extent, or the argument has a wrong shape.
@@ -131,8 +131,8 @@ def checked_scale(
             ``scale * log2(e)`` must be finite in float32, because logits are float32 and kernels compute exponentials
             with base 2.
         name: Name of the argument, for error messages.
-        takes_arrays: True if the public function also accepts arrays, for error messages. ``scale`` itself is not an
-            array: :func:`number_or_array` has separated the two cases.
+        takes_arrays: True if error messages should also list arrays as valid. ``scale`` itself must not be an array,
+            because :func:`number_or_array` has separated arrays from numbers.
 
     Raises:
         ValueError: The scale is not finite, or too large for ``dtype``.

@@ -1,4 +1,7 @@
-"""Errors for unknown keyword arguments, which suggest the intended argument, also for names of other libraries."""
+"""Error messages for unknown keyword arguments.
+
+They suggest the intended argument. This also works for argument names of NATTEN and other libraries.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +131,7 @@ def unexpected(function: str, name: str, known: Iterable[str]) -> str:
 
 
 def _label(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return a function's name for error messages. For ``__init__`` and ``__call__``, it is the name of the class."""
+    """Return a function's name for error messages. For ``__init__`` and ``__call__``, return the class name."""
     name = function.__name__
     return type(args[0]).__name__ if name in ("__init__", "__call__") and args else name
 

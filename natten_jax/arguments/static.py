@@ -298,7 +298,7 @@ def _key(value: Any) -> tuple[Any, ...] | None:
 
 
 #: Batch size that plans assume for a symbolic batch. Tiles that are chosen for it also suit a single batch entry, and
-#: need little memory per step with hundreds of entries.
+#: need little memory per step even with hundreds of entries.
 _ASSUMED_BATCH = 8
 
 
@@ -308,7 +308,7 @@ def planned_batch(batch: int) -> int:
 
 
 def least_batch(batch: int) -> int:
-    """Return ``batch``, or 1 if it is symbolic, to size memory that batch entries can also use one after another."""
+    """Return ``batch``, or 1 if it is symbolic, to compute the size of memory that batch entries can reuse in turn."""
     return batch if isinstance(batch, int) else 1
 
 

@@ -24,8 +24,8 @@ ADDED = ("relative_bias", "key_bias", "shared_key_bias", "sinks")
 def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
     """Convert a bias or sinks to the accumulator's element type, such that the same keys are hidden.
 
-    An operand that already has this type is returned unchanged. The numbers that hide keys are then replaced by
-    ``-inf`` later: by the kernels if ``Capabilities.takes`` contains ``"sinks"``, otherwise by
+    An operand that already has this type is returned unchanged. In that case, the numbers that hide keys are replaced
+    by ``-inf`` later: by the kernels if ``Capabilities.takes`` contains ``"sinks"``, otherwise by
     :func:`with_hidden_keys`.
     """
     operand = jnp.asarray(operand)
@@ -86,7 +86,7 @@ def over_tokens(factors: jax.Array, array: jax.Array) -> jax.Array:
 
 
 def products_of_heads(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Multiply two arrays ``[batch, *tokens, heads, width]``; return the products' sums ``[batch, heads]``."""
+    """Multiply two arrays ``[batch, *tokens, heads, width]`` and sum over tokens and width: ``[batch, heads]``."""
     return jnp.sum(one * other, axis=(*range(1, one.ndim - 2), one.ndim - 1))
 
 
@@ -107,8 +107,8 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     """
     batch, *tokens, heads = logsumexp.shape
     per_query = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
-    # A query without visible keys and sinks has a logsumexp of -inf. Its weight is 0, even if delta is NaN: padding
-    # may hold any values. The minimum keeps weights at most 1 if large numbers are rounded.
+    # A query without visible keys and without sinks has a logsumexp of -inf. Its products are 0, even if delta is NaN:
+    # padding may hold any values. The minimum keeps weights at most 1 if large numbers are rounded.
     weights = jnp.exp(jnp.minimum(per_query - logsumexp, 0))
     changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)
     # Sum in two steps, because XLA's sums are slow if few elements are contiguous. The barrier keeps XLA from merging
@@ -261,9 +261,9 @@ class KeyBiasColumns:
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
         """Convert gradients of the kernels to gradients of the call's inputs.
 
-        The caller removes the columns that the gradients of query and key may still have. The gradient of an array
-        ``scale`` is computed here. The kernels' gradient would include the columns, although biases do not depend on
-        the scale.
+        The gradient of an array ``scale`` is computed here. The kernels' gradient of the scale includes the columns,
+        although biases do not depend on the scale. The gradients of query and key may still have columns, which the
+        caller removes.
         """
         inputs, width = operands.inputs, self.problem.head_dim
         assert inputs.key_bias is not None
