@@ -1,23 +1,25 @@
-"""Build the native library with CMake; all other settings are in pyproject.toml.
+"""Build the native library with CMake; pyproject.toml contains all other packaging settings.
 
 Environment variables:
     NATTEN_JAX_NATIVE: ``0`` skips the native library: nothing is compiled, and the pure-Python wheel works on every
         machine. By default the library is built on Linux; ``1`` also tries to build it on other systems.
-    NATTEN_JAX_MACHINE: ``aarch64`` cross-compiles for 64-bit ARM Linux with the compiler in CROSS_COMPILERS, for the
-        same version of Python, without CUDA. By default the build targets the current machine.
-    NATTEN_JAX_CUDA: ``1`` builds the CUDA part and fails if it cannot; ``12`` and ``13`` also require nvcc of that
-        major version of CUDA; ``0`` skips the CUDA part. By default it is built if an NVIDIA GPU of compute capability
-        8.0 or higher is visible.
+    NATTEN_JAX_MACHINE: ``aarch64`` cross-compiles for 64-bit ARM Linux, without CUDA, with the compiler in
+        CROSS_COMPILERS. The result is for the Python version that runs the build. By default the build targets the
+        current machine.
+    NATTEN_JAX_CUDA: ``1`` builds the CUDA part, and fails if that is impossible; ``12`` and ``13`` also require nvcc of
+        that major version of CUDA; ``0`` skips the CUDA part. By default the CUDA part is built if an NVIDIA GPU of
+        compute capability 8.0 or higher is visible.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
-    NATTEN_JAX_CUDA_SAMPLE: ``1`` compiles each kernel template for one element type and feature, in half the time. It
-        checks that a CUDA compiler accepts the sources. The library links, but no program can load it.
+    NATTEN_JAX_CUDA_SAMPLE: ``1`` compiles each kernel template for only one element type and one feature, which takes
+        half the time. Such a build checks that a CUDA compiler accepts the sources. The library is linked, but programs
+        cannot load it.
     NATTEN_JAX_SANITIZE: g++ sanitizers for host code, such as ``address,undefined``.
     NATTEN_JAX_CUDA_ARCHS: CUDA architectures, separated by semicolons. The default is DEFAULT_CUDA_ARCHITECTURES, or
         RELEASE_CUDA_ARCHITECTURES in a release, as far as nvcc supports them.
-    NATTEN_JAX_RELEASE: ``1`` builds for distribution to other machines; this changes only the default architectures.
+    NATTEN_JAX_RELEASE: ``1`` builds for distribution to other machines. It only changes the default CUDA architectures.
     NATTEN_JAX_CUTLASS_INCLUDE_DIR: include directory of CUTLASS, which contains ``cutlass/`` and ``cute/``. By default
         the headers come from the Python package nvidia-cutlass.
-    CUDA_HOME: directory of a CUDA toolkit, if ``nvcc`` is not on the path or has another version.
+    CUDA_HOME: directory of a CUDA toolkit. Its ``nvcc`` is preferred to the ``nvcc`` on the path.
     CMAKE_BUILD_PARALLEL_LEVEL: number of parallel compilations.
 """
 
@@ -42,7 +44,7 @@ ROOT = Path(__file__).parent.resolve()
 LIBRARY = "libnatten_jax.so"
 OLDEST_COMPUTE_CAPABILITY = 8.0
 DEFAULT_CUDA_ARCHITECTURES = "80;90a"
-#: Both Blackwell architectures need machine code: code for 100 does not run on 120, and vice versa.
+#: 100 and 120 are Blackwell architectures. Both are compiled, because code for one does not run on the other.
 RELEASE_CUDA_ARCHITECTURES = "80;90a;100;120"
 #: Python packages that together contain a complete nvcc, for machines without a CUDA toolkit.
 PACKAGED_CUDA = 13
@@ -52,12 +54,12 @@ CUDA_TOOLKIT_REQUIREMENTS = [
 CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.*"
 CUTLASS_VARIABLE = "NATTEN_JAX_CUTLASS_INCLUDE_DIR"
 BYTES_PER_COMPILATION = 3 << 30
-#: Cross compilers by target machine, with the names of GNU's programs.
+#: GNU cross compiler for each target machine.
 CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}
 
 
 def path_entries() -> list[str]:
-    """Return the absolute directories on PATH: other entries could run programs from the current directory."""
+    """Return the absolute directories on PATH; relative entries could run programs from the current directory."""
     return list(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
 
 
@@ -106,7 +108,10 @@ def other_machine() -> str | None:
 
 
 def cross_options() -> list[str]:
-    """Return CMake options for cross-compilation, with the host's Python headers: the target's are identical."""
+    """Return CMake options for cross-compilation.
+
+    They name the Python headers of this machine, which are identical to the headers of the target machine.
+    """
     machine = other_machine()
     if machine is None:
         return []
@@ -124,7 +129,7 @@ def cross_options() -> list[str]:
 
 
 def extension_suffix(machine: str) -> str:
-    """Return the suffix of extension modules for this version of Python on another machine."""
+    """Return the file suffix of extension modules for this version of Python on another machine."""
     return str(sysconfig.get_config_var("EXT_SUFFIX")).replace(platform.machine(), machine)
 
 
@@ -155,7 +160,7 @@ def chosen_cuda() -> int | None:
 
 
 def is_release() -> bool:
-    """Return True for a build for distribution."""
+    """Return True if this build is for distribution to other machines."""
     choice = os.environ.get("NATTEN_JAX_RELEASE", "")
     if choice not in ("", "0", "1"):
         raise SystemExit(f"NATTEN_JAX_RELEASE must be 0 or 1, got {choice!r}.")
@@ -163,7 +168,7 @@ def is_release() -> bool:
 
 
 def cuda_of(nvcc: Path) -> int | None:
-    """Return the major CUDA version of an nvcc; ``None`` if unknown."""
+    """Return the major CUDA version of an nvcc; ``None`` if the version is unknown."""
     release = re.search(r"release (\d+)\.", ask(nvcc, "--version"))
     return int(release[1]) if release else None
 
@@ -229,13 +234,13 @@ def no_nvcc() -> str:
 
 
 def cuda_architectures(nvcc: Path) -> str:
-    """Return CUDA architectures as a CMake list: the requested ones, or all defaults that nvcc supports."""
+    """Return the requested CUDA architectures, or all default architectures that nvcc supports, as a CMake list."""
     chosen = os.environ.get("NATTEN_JAX_CUDA_ARCHS")
     wanted = (chosen or (RELEASE_CUDA_ARCHITECTURES if is_release() else DEFAULT_CUDA_ARCHITECTURES)).split(";")
     wrong = [name for name in wanted if not re.fullmatch(r"\d{2,3}[af]?", name)]
     if wrong:
         raise SystemExit(f"NATTEN_JAX_CUDA_ARCHS must be architectures as in '80;90a', got {chosen!r}.")
-    # nvcc's list has no suffixes ("a", "f"): if nvcc supports an architecture, it supports its suffixes.
+    # nvcc lists architectures without suffixes ("a", "f"). It supports the suffixes of each architecture that it lists.
     known = re.findall(r"^sm_(\d+)", ask(nvcc, "--list-gpu-code"), re.MULTILINE)
     missing = [name for name in wanted if name.rstrip("af") not in known]
     if missing:
@@ -256,7 +261,7 @@ def cutlass_include_directory() -> Path:
 
 
 def is_sample() -> bool:
-    """Return True if this build only checks the compiler."""
+    """Return True if this build only checks that a CUDA compiler accepts the sources."""
     choice = os.environ.get("NATTEN_JAX_CUDA_SAMPLE", "")
     if choice not in ("", "0", "1"):
         raise SystemExit(f"NATTEN_JAX_CUDA_SAMPLE must be 0 or 1, got {choice!r}.")
@@ -273,7 +278,7 @@ def cuda_options() -> list[str]:
         nvcc = find_packaged_nvcc()
         if nvcc is None:
             raise SystemExit(no_nvcc())
-        # The packages keep libraries in lib, which is not on this nvcc's default search path.
+        # The Python packages install libraries into lib, which is not on the default search path of their nvcc.
         options = [f"-DCMAKE_CUDA_FLAGS=-L{nvcc.parent.parent / 'lib'}"]
     return [
         "-DNATTEN_JAX_CUDA=ON",
@@ -303,7 +308,7 @@ def package_directory(name: str) -> Path:
 
 
 def native_sources() -> str:
-    """Return the fingerprint of ``csrc``, with which a clone checks that a library was built from the same sources."""
+    """Return the fingerprint of ``csrc``. A clone uses it to check that a library was built from the same sources."""
     fingerprint: str = runpy.run_path(str(ROOT / "natten_jax" / "source_tree.py"))["fingerprint"](ROOT / "csrc")
     return fingerprint
 
@@ -346,17 +351,17 @@ class CMakeBuild(build_ext):
             *launcher_options(),
             *cuda_options(),
         ]
-        # A cache from another build environment may refer to tools that no longer exist.
+        # CMake's cache may come from an earlier build environment, and refer to tools that no longer exist.
         (build_directory / "CMakeCache.txt").unlink(missing_ok=True)
         subprocess.run(configure, check=True)
         parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(parallel_compilations())]
         subprocess.run([cmake, "--build", str(build_directory), *parallel], check=True)
-        # Sanitizer reports require symbols for source lines.
+        # Sanitizer reports need the symbols to name source lines.
         strip = [] if sanitizers else ["--strip"]
         subprocess.run([cmake, "--install", str(build_directory), *strip], check=True)
 
     def copy_extensions_to_source(self) -> None:
-        """Copy the library next to the extension in the source tree for editable installs."""
+        """Copy the extension, and the library next to it, into the source tree for editable installs."""
         super().copy_extensions_to_source()
         for built, target in self._library_mapping().items():
             self.copy_file(built, target)
@@ -366,7 +371,7 @@ class CMakeBuild(build_ext):
         return [*super().get_outputs(), *self._library_mapping()]
 
     def get_output_mapping(self) -> dict[str, str]:
-        """Return the built files and their locations in editable installs."""
+        """Return a map from the built files to their locations in editable installs."""
         mapping = super().get_output_mapping()
         return {**mapping, **(self._library_mapping() if mapping else {})}
 

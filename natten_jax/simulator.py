@@ -1,4 +1,4 @@
-"""Tile counts and predicted times of a problem with a tile configuration, without a device.
+"""Tile counts and predicted times of attention problems for given tile shapes, computed without a device.
 
 Counts are exact (:func:`count_tiles`). Times come from a model (:func:`predict`) that was fitted to measurements on one
 kind of device (:func:`calibration_for`).
@@ -51,13 +51,14 @@ __all__ = [
     "simulate",
 ]
 
-#: Largest stride that is tried. Only aligned tiles, which no backend uses, can reach this limit.
+#: Largest stride that is tried. Only the placement ``"aligned"``, which no backend uses, can reach this limit.
 _MOST_STRIDES = 1 << 16
 
-#: Dilations that are tried in a dimension: all up to 24, the next 8 divisors of the extent, and its largest divisor.
+#: Dilations that are tried in a dimension: all up to 24, the next 8 divisors of the extent, the largest divisor with
+#: which the window still fits (at most 65536), and the dilation of the problem.
 _SMALLEST_DILATIONS, _DIVISORS = 24, 8
 
-#: Recommended strides and dilations are the smallest within this factor of the best time.
+#: Of the strides (or dilations) whose time is within this factor of the best time, the smallest is recommended.
 _NEARLY_BEST = 1.02
 
 
@@ -66,7 +67,7 @@ class Recommendation(NamedTuple):
 
     Attributes:
         stride: The stride.
-        simulation: Simulation of the problem with this stride, with the pair of tiles that needs no mask.
+        simulation: Simulation of the problem with this stride, for a pair of tile shapes that needs no mask.
     """
 
     stride: Shape
@@ -76,8 +77,9 @@ class Recommendation(NamedTuple):
 def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Placement = "anchored") -> Shape | None:
     """Return the smallest stride, per dimension, that makes the forward mask fully block-sparse for a pair of tiles.
 
-    Return ``None`` if no stride does: in causal dimensions, and if the window is not a multiple of the key/value tile,
-    some tiles need a mask with every stride.
+    The mask is fully block-sparse if no visited key/value tile needs a mask. Return ``None`` if no stride achieves
+    this. That is the case if the window is not a multiple of the key/value tile. In a causal dimension, the stride
+    makes no difference, and usually some tiles need a mask.
 
     Example:
         >>> from natten_jax import simulator
@@ -105,18 +107,18 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
 
 
 def _inner_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> tuple[int, int]:
-    """Count the key/value tiles that the query tiles of a dimension visit: all visits, and visits without a mask."""
+    """Count the visits of query tiles to key/value tiles in a dimension: all visits, and visits without a mask."""
     found = classified_tiles(axis, q_tile, (kv_tile,), placement, "forward", ((0, q_tile - 1),))
     inner, _, full = map(int, found.classified[0])
     return inner, full
 
 
 def _largest_stride_to_try(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
-    """Return an upper bound of the smallest stride that needs no mask in a dimension; 0 if all strides need masks."""
+    """Return an upper bound of the smallest stride that needs no mask in a dimension; 0 if every stride needs one."""
     if axis.is_causal:
-        return 1  # a query's last visible key has the query's own index, with every stride
+        return 1  # with every stride, the last key that a query sees has the query's index
     if axis.kernel_size % kv_tile:
-        return 0  # some tile crosses the end of a window
+        return 0  # with every stride, some tile crosses the end of a window
     # If the stride is a multiple of the query tile, anchored tiles need no mask.
     return axis.kernel_size if placement == "aligned" else min(axis.kernel_size, q_tile)
 
@@ -128,10 +130,11 @@ def recommend_stride(
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
 ) -> Recommendation | None:
-    """Return the smallest stride with a fully block-sparse mask for some pair of tiles, at nearly the best speed.
+    """Recommend a small stride with which the mask is fully block-sparse, at nearly the best speed.
 
-    For each pair of tiles, the smallest such stride is found. Pairs within 2% of the fewest executed operations (or of
-    the shortest predicted time) are kept, and of these the pair with the smallest stride is returned.
+    For each pair of tile shapes, the smallest stride with a fully block-sparse mask is found
+    (:func:`least_block_sparse_stride`). Pairs whose number of executed operations (or predicted time) is within 2% of
+    the smallest are kept. Of these pairs, the pair with the smallest stride is returned.
 
     Example:
         >>> from natten_jax import simulator
@@ -141,12 +144,12 @@ def recommend_stride(
 
     Args:
         problem: The problem; its stride is ignored.
-        pairs: Query and key/value tile shapes.
-        calibration: The time model, from :func:`calibration_for`; ``None`` compares executed operations.
+        pairs: Pairs of a query tile shape and a key/value tile shape.
+        calibration: The time model, from :func:`calibration_for`. If ``None``, executed operations are compared.
         placement: Start of the inner tiles; see :func:`count_tiles`.
 
     Returns:
-        The recommendation, or ``None`` if no pair has such a stride.
+        The recommendation, or ``None`` if no pair has a stride with a fully block-sparse mask.
     """
     found = []
     for pair in pairs:
@@ -162,7 +165,7 @@ def recommend_stride(
 
 
 def _cost(simulation: Simulation) -> float:
-    """Return the predicted seconds, or the executed operations without a time model."""
+    """Return the predicted seconds, or the number of executed operations if there was no time model."""
     return simulation.executed_flops if simulation.seconds is None else simulation.seconds
 
 
@@ -170,18 +173,18 @@ _Found = TypeVar("_Found", Recommendation, "DilationRecommendation")
 
 
 def _smallest(found: Sequence[_Found]) -> _Found | None:
-    """Return the smallest stride or dilation at nearly the best speed, or ``None``."""
+    """Return the recommendation with the smallest stride or dilation at nearly the best speed; ``None`` if empty."""
     least = min((_cost(each.simulation) for each in found), default=math.inf)
     fast = [each for each in found if _cost(each.simulation) <= _NEARLY_BEST * least]
     return min(fast, key=lambda each: (math.prod(each[0]), _cost(each.simulation)), default=None)
 
 
 class DilationRecommendation(NamedTuple):
-    """A dilation that is faster than the problem's.
+    """A dilation with which a problem is faster than with its own dilation.
 
     Attributes:
         dilation: The dilation.
-        simulation: Simulation of the problem with this dilation, with the fastest pair of tiles.
+        simulation: Simulation of the problem with this dilation, for the pair of tile shapes that was chosen.
     """
 
     dilation: Shape
@@ -195,12 +198,15 @@ def recommend_dilation(
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
 ) -> DilationRecommendation | None:
-    """Return the smallest dilation at nearly the best speed of the forward pass.
+    """Recommend a small dilation with which the forward pass has nearly the best speed.
 
-    A dilation divides a dimension into groups of tokens that do not see other groups. The number of keys in a window
-    does not change, and the groups are smaller: nothing is masked if a window fills its group. For each pair, and in
-    each dimension, the dilation with the fewest tiles is simulated. Dilations within 2% of the fewest executed
-    operations (or of the shortest predicted time) are kept, and of these the smallest is returned.
+    A dilation divides the tokens of a dimension into groups, and a query sees only keys of its own group. A larger
+    dilation makes the groups smaller, while the number of keys in a window stays the same. If a window covers its whole
+    group, no tile needs a mask.
+
+    For each pair of tile shapes, the dilation with the fewest tiles is found in every dimension, and the problem is
+    simulated with these dilations. Simulations whose number of executed operations (or predicted time) is within 2% of
+    the smallest are kept. Of these, the simulation with the smallest dilation is returned.
 
     Example:
         >>> from natten_jax import simulator
@@ -210,8 +216,8 @@ def recommend_dilation(
 
     Args:
         problem: The problem; its stride is kept.
-        pairs: Query and key/value tile shapes.
-        calibration: The time model, from :func:`calibration_for`; ``None`` compares executed operations.
+        pairs: Pairs of a query tile shape and a key/value tile shape.
+        calibration: The time model, from :func:`calibration_for`. If ``None``, executed operations are compared.
         placement: Start of the inner tiles; see :func:`count_tiles`.
 
     Returns:
@@ -227,7 +233,7 @@ def recommend_dilation(
         tiles = zip(problem.axes, *pair, strict=True)
         dilation = tuple(_dilation_with_fewest_tiles(*each, placement) for each in tiles)
         dilated = problem.with_axes(dilation=dilation)
-        with contextlib.suppress(ValueError):  # the groups may have more tiles in total than can be counted
+        with contextlib.suppress(ValueError):  # the dilation groups have too many tiles to count
             simulation = simulate(dilated, pair, calibration=calibration, placement=placement)
             found.append(DilationRecommendation(dilation, simulation))
     least = min((_cost(each.simulation) for each in found), default=math.inf)
@@ -237,7 +243,11 @@ def recommend_dilation(
 
 
 def _dilation_with_fewest_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
-    """Return the smallest dilation at which query tiles visit the fewest key/value tiles of a dimension."""
+    """Return the dilation with which query tiles visit the fewest key/value tiles in a dimension.
+
+    If several dilations have the fewest visits, return the one with the fewest visits that need a mask. If these
+    numbers are also equal, return the smallest dilation.
+    """
     visited = {}
     for dilation in _dilations_to_try(axis):
         with contextlib.suppress(ValueError):  # too many tiles to count

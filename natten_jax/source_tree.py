@@ -1,10 +1,12 @@
-"""Imports from a clone of the repository instead of an installed package.
+"""Support for imports of natten_jax from a clone of the repository instead of an installed package.
 
-Python searches the current directory first, so inside a clone ``import natten_jax`` finds the clone's files even if the
-package is installed. ``pip install .`` does not put the native library into the clone, and ``flax_modules`` is at the
-top of the repository instead of inside the package. This module finds both. The Python files are always the clone's; an
-installed library is used only if it was built from the clone's ``csrc``. ``setup.py`` also reads this file, so it
-imports only the standard library.
+Python searches the current directory first. So inside a clone, ``import natten_jax`` imports the clone's files even if
+the package is installed. The native library may be missing from the clone, because ``pip install .`` does not put it
+there. ``flax_modules`` is at the top of the repository instead of inside the package. This module finds the library and
+``flax_modules``. All Python files come from the clone. An installed library is used only if it was built from the
+clone's ``csrc``.
+
+``setup.py`` also runs this file, so this file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -45,14 +47,14 @@ def _has_library() -> bool:
 
 
 def find_library() -> ModuleSpec:
-    """Find the native module: in this folder, or for a clone without a library, in an installed natten_jax.
+    """Find the native module in this folder or, for a clone without a library, in an installed natten_jax.
 
     Raises:
         ModuleNotFoundError: There is no native module in either place.
     """
     spec = importlib.util.find_spec("natten_jax._native")
     if spec is None and is_unbuilt():
-        # Path entries of the clone would find this package again.
+        # The clone's own directory in sys.path would lead to this package again.
         elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
         installed = PathFinder.find_spec("natten_jax", elsewhere)
         folders = installed.submodule_search_locations if installed is not None else None
@@ -70,8 +72,8 @@ def check_library(file: str, sources: str | None) -> None:
     """Check that an installed library which a clone uses was built from the clone's native sources.
 
     Args:
-        file: The native module.
-        sources: The :func:`fingerprint` of the sources of the library; ``None`` if the library does not contain it.
+        file: Path of the native module.
+        sources: The :func:`fingerprint` that the library contains; ``None`` if it contains no fingerprint.
 
     Raises:
         ImportError: The library was built from other native sources.
@@ -84,10 +86,10 @@ def check_library(file: str, sources: str | None) -> None:
 
 
 def staleness(sources: str | None) -> str | None:
-    """Return a sentence if a clone's library was built from another state of the native sources, otherwise ``None``.
+    """Return a warning if a clone's library was not built from the current native sources, otherwise ``None``.
 
     Args:
-        sources: The :func:`fingerprint` of the sources of the library; ``None`` if the library does not contain it.
+        sources: The :func:`fingerprint` that the library contains; ``None`` if it contains no fingerprint.
     """
     if ROOT is None or sources == fingerprint(ROOT / "csrc"):
         return None
@@ -95,7 +97,7 @@ def staleness(sources: str | None) -> str | None:
 
 
 def remedy(variables: str = "") -> str:
-    """Return the end of a sentence: how to build the library with these environment variables."""
+    """Return the end of a sentence that explains how to build the library with the given environment variables."""
     if sys.platform == "darwin":
         variables = f"NATTEN_JAX_NATIVE=1 {variables}".rstrip()  # otherwise nothing is compiled on macOS
     if ROOT is None and not _has_library():
@@ -103,16 +105,16 @@ def remedy(variables: str = "") -> str:
         return f"install natten_jax from its sources, {setting}"
     if ROOT is None:
         return f"reinstall natten_jax{' with ' * bool(variables)}{variables}"
-    # A library in the clone takes precedence over an installed library, so it has to be rebuilt.
+    # A library in the clone takes precedence over an installed library. So the library in the clone must be rebuilt.
     editable = "" if is_unbuilt() else "--editable "
     return f"run `{variables}{' ' * bool(variables)}pip install {editable}.` in {ROOT}"
 
 
 class _FlaxModulesFinder(MetaPathFinder):
-    """Import finder of ``natten_jax.flax_modules`` in a clone."""
+    """Import finder that finds ``natten_jax.flax_modules`` in a clone."""
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
-        """Return the spec of the package; ``None`` for other names."""
+        """Return the spec of ``natten_jax.flax_modules``; ``None`` for other names."""
         if fullname != "natten_jax.flax_modules" or ROOT is None:
             return None
         file = ROOT / "flax_modules" / "__init__.py"
@@ -120,6 +122,6 @@ class _FlaxModulesFinder(MetaPathFinder):
 
 
 def serve_flax_modules() -> None:
-    """Make ``natten_jax.flax_modules`` importable from a clone, so that all Python files are the clone's."""
+    """Make ``natten_jax.flax_modules`` importable from a clone, so that all Python files come from the clone."""
     if ROOT is not None:
         sys.meta_path.insert(0, _FlaxModulesFinder())

@@ -1,4 +1,4 @@
-"""The module of :func:`natten_jax.tune`."""
+"""Public module that exports :func:`natten_jax.tune`."""
 
 from __future__ import annotations
 

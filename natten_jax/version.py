@@ -1,3 +1,3 @@
-"""The version of the package, which the build also reads."""
+"""The version of the package. The build also reads the version from this file."""
 
 __version__ = "0.3.0.dev0"

@@ -1,11 +1,11 @@
 """Window arithmetic of neighborhood attention: the keys that a query sees, and the queries that see a key.
 
 The mask is separable, so this module handles one dimension at a time. Tokens whose coordinates are equal modulo the
-dilation form a *dilation group*; within its group a token has an *index*, and windows are contiguous ranges of indices.
-``csrc/include/natten_jax/windows.h`` implements the same arithmetic for native code.
+dilation form a *dilation group*. The *index* of a token is its position in its group. A window is a contiguous range of
+indices. ``csrc/include/natten_jax/windows.h`` implements the same arithmetic for native code.
 
-If the dimension wraps, indices are unbounded and repeat the group periodically: index ``i`` is the token ``i %
-length``. A range is at most as long as the group.
+If the dimension wraps, every integer is an index: index ``i`` is the token ``i % length`` of a group of ``length``
+tokens. A range of indices is at most as long as the group.
 
 The functions accept Python ints, NumPy arrays and (with ``xp=jax.numpy``) traced JAX arrays.
 """
@@ -29,7 +29,7 @@ Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below works for a
 #: wrap it around to the other end.
 Edge = Literal["shift", "cut", "wrap"]
 EDGES: tuple[Edge, ...] = get_args(Edge)
-#: A mode for each dimension, or a single mode for all.
+#: A boundary mode for each dimension, or a single mode for all dimensions.
 Edges = Edge | Sequence[Edge]
 
 
@@ -37,10 +37,11 @@ class Window(NamedTuple):
     """The windows inside the dilation groups of one dimension.
 
     Attributes:
-        kernel_size: Keys in a full window.
-        stride: Queries that share one window; at most ``kernel_size``. It is the window of their *leader*: the middle
-            query (the later of two), or the last query if ``is_causal``.
-        is_causal: Hide keys after the query.
+        kernel_size: Number of keys in a full window.
+        stride: Number of queries that share one window; at most ``kernel_size``. These queries are a *stride group*,
+            and they share the window of their *leader*. The leader is the middle query (the later of two middle
+            queries), or the last query if ``is_causal``.
+        is_causal: Mask out the keys after each query.
         edges: Boundary mode. Ignored for causal windows, which end at the query.
     """
 
@@ -75,9 +76,9 @@ def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType
 
     Args:
         window: The windows.
-        index: Query index inside its dilation group. It may exceed ``length`` only if the window is the whole key
+        index: Query index inside its dilation group. It can be ``length`` or more only if the window is the whole key
             sequence (``kernel_size == length``), as in attention between sequences of different lengths.
-        length: Keys in the dilation group; at least ``kernel_size``.
+        length: Number of keys in the dilation group; at least ``kernel_size``.
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
     kernel_size, stride, is_causal, edges = window
@@ -97,9 +98,9 @@ def window_bounds(window: Window, index: Index, length: Index, *, xp: ModuleType
 def inverse_window_bounds(
     window: Window, index: Index, query_length: Index, key_length: Index, *, xp: ModuleType = np
 ) -> tuple[Index, Index]:
-    """Return the half-open range ``[first, last)`` of exactly the query indices that see the key at ``index``.
+    """Return the half-open range ``[first, last)`` of the indices of all queries that see the key at ``index``.
 
-    If the dimension wraps, ``index`` may lie in any repetition of the group.
+    If the dimension wraps, ``index`` can be any integer.
 
     Example:
         >>> from natten_jax.windows import Window, inverse_window_bounds
@@ -110,9 +111,9 @@ def inverse_window_bounds(
     Args:
         window: The windows.
         index: Key index inside its dilation group.
-        query_length: Queries in the dilation group. It differs from ``key_length`` only if ``kernel_size ==
+        query_length: Number of queries in the dilation group. It differs from ``key_length`` only if ``kernel_size ==
             key_length``.
-        key_length: Keys in the dilation group.
+        key_length: Number of keys in the dilation group.
         xp: Array namespace, ``numpy`` or ``jax.numpy``.
     """
     kernel_size, stride, is_causal, edges = window
@@ -127,8 +128,9 @@ def inverse_window_bounds(
         first = index
         last = xp.where(seen_to_the_end, query_length, _rounded_down(index + kernel_size, stride))
     else:
-        # The first stride group that sees the key has its leader `right` before the key or later. The leader of group
-        # `n` is `n * stride + stride // 2`, so adding `offset` rounds up to it.
+        # The first stride group that sees the key is the first group whose leader is at `index - right` or later. The
+        # leader of group `n` is at `n * stride + stride // 2`. So `index - right + offset`, rounded down to a multiple
+        # of the stride, is the first query of this group.
         offset = stride - stride // 2 - 1
         first = xp.where(index < kernel_size, 0, _rounded_down(index - right + offset, stride))
         last = xp.where(seen_to_the_end, query_length, _rounded_down(index + left + offset + 1, stride))
@@ -137,15 +139,16 @@ def inverse_window_bounds(
 
 
 def _first_led_from(window: Window, index: Index, length: Index, xp: ModuleType) -> Index:
-    """Return the first query whose leader is at or after the token ``index``, for windows that are cut or wrap."""
+    """Return the first query whose leader is at or after ``index``, for the modes ``"cut"`` and ``"wrap"``."""
     stride = window.stride
     wraps = window.edges == "wrap"
     if isinstance(stride, int) and stride == 1:
         return index if wraps else xp.minimum(xp.maximum(index, 0), length)
     offset = stride - stride // 2 - 1  # a leader is `stride // 2` after the first query of its group
-    round_ = index // length * length if wraps else 0  # stride groups start over in each repetition
+    round_ = index // length * length if wraps else 0  # stride groups start over every `length` indices
     place = index - round_ if wraps else xp.maximum(index, 0)
-    # The leader of the last group may lie before the last token, or is clamped to it; `length` if no leader qualifies.
+    # The leader of the last group is the last token or a token before it. If no leader is at or after `place`, `first`
+    # is `length`.
     first = xp.where(place < length, xp.minimum(_rounded_down(place + offset, stride), length), length)
     return round_ + first
 
@@ -160,13 +163,13 @@ class Axis:
     """A token dimension: its tokens, and the windows over them.
 
     Attributes:
-        query_extent: Global extent of the query tokens.
-        kv_extent: Global extent of the key/value tokens.
+        query_extent: Number of query tokens in the global layout.
+        kv_extent: Number of key/value tokens in the global layout.
         kernel_size: Window extent in tokens.
-        stride: Queries that share one window.
+        stride: Number of queries that share one window.
         dilation: Distance between neighboring tokens of a window.
-        is_causal: Hide later keys.
-        edges: Boundary mode; ``"shift"`` if the modes are equivalent.
+        is_causal: Mask out the keys after each query.
+        edges: Boundary mode; ``"shift"`` if all modes give the same windows.
     """
 
     query_extent: int
@@ -179,13 +182,13 @@ class Axis:
 
     @property
     def facts(self) -> tuple[int | str, ...]:
-        """Constructor arguments for serialisation, without a default ``edges``."""
+        """Constructor arguments for serialization. ``edges`` is omitted if it has the default value."""
         facts = dataclasses.astuple(self)
         return facts[:-1] if self.edges == "shift" else facts
 
     @property
     def window(self) -> Window:
-        """Window arguments of :func:`window_bounds`."""
+        """The windows of this dimension, as an argument of :func:`window_bounds`."""
         return Window(self.kernel_size, self.stride, self.is_causal, self.edges)
 
     def lengths(self, group: Index) -> tuple[Index, Index]:
@@ -194,8 +197,8 @@ class Axis:
         return group_length(self.query_extent, d, group), group_length(self.kv_extent, d, group)
 
     def dilation_groups(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of dilation groups for each pair of query and key counts: ``(groups, queries, keys)``."""
-        # The first groups have one token more than the rest.
+        """Yield ``(groups, queries, keys)``: how many dilation groups have these numbers of queries and keys."""
+        # If the dilation does not divide an extent, the first `extent % dilation` groups have one token more.
         extents, d = (self.query_extent, self.kv_extent), self.dilation
         for first, end in itertools.pairwise(sorted({0, d, *[extent % d for extent in extents]})):
             queries, keys = [-(-(extent - first) // d) for extent in extents]
@@ -208,8 +211,8 @@ class Axis:
 
         Args:
             index: Index of the query or key inside its dilation group.
-            lengths: Numbers of queries and keys in the dilation group.
-            of_query: ``index`` is a query index. Otherwise it is a key index.
+            lengths: Number of queries and number of keys in the dilation group.
+            of_query: True if ``index`` is a query index, False if it is a key index.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
         """
         queries, keys = lengths
@@ -218,11 +221,11 @@ class Axis:
         return inverse_window_bounds(self.window, index, queries, keys, xp=xp)
 
     def within(self, query_extent: Index, kv_extent: Index, *, xp: ModuleType = np) -> Axis:
-        """Restrict the dimension to fewer tokens, whose number may be a traced value; windows are clipped to fit.
+        """Restrict the dimension to fewer tokens, and clip window extent and stride to fit.
 
         Args:
-            query_extent: Query tokens.
-            kv_extent: Key/value tokens.
+            query_extent: New number of query tokens; can be a traced value.
+            kv_extent: New number of key/value tokens; can be a traced value.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
         """
         most = xp.maximum(kv_extent // self.dilation, xp.minimum(kv_extent, 1))  # 0 if there are no keys
@@ -233,21 +236,22 @@ class Axis:
         )
 
     def reach(self, queries: Index) -> tuple[Index, Index]:
-        """Return the first key and one past the last key that each query sees, as coordinates.
+        """Return the coordinates of the first key that each query sees, and of one past the last key.
 
-        If the dimension wraps, coordinates beyond its ends refer to the other end.
+        If the dimension wraps, a coordinate beyond one end of the dimension refers to a token at the other end.
         """
         group = queries % self.dilation
         start, end = self.bounds(queries // self.dilation, self.lengths(group))
         return start * self.dilation + group, (end - 1) * self.dilation + group + 1
 
 
-#: Fields of an axis that native kernels read, in the order of csrc/include/natten_jax/axis_fields.h.
+#: Returns the integer fields of an axis that native kernels read, in the order of
+#: csrc/include/natten_jax/axis_fields.h.
 axis_numbers = operator.attrgetter("query_extent", "kv_extent", "kernel_size", "stride", "dilation")
 
 
 def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tuple[int, ...]:
-    """Clip window extents to the largest that fit a layout.
+    """Clip window extents to the largest extents that fit a layout.
 
     Example:
         >>> from natten_jax.windows import fitted
@@ -255,16 +259,16 @@ def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tupl
         (5, 5)
 
     Args:
-        kernel_size: Window extent in tokens, per dimension or one value for all; -1 is the whole extent.
-        layout: Tokens of each dimension.
-        dilation: Distance between neighboring tokens of a window, per dimension or one value for all.
+        kernel_size: Window extent in tokens, per dimension or one value for all dimensions; -1 is the whole extent.
+        layout: Number of tokens of each dimension.
+        dilation: Distance between neighboring tokens of a window, per dimension or one value for all dimensions.
 
     Returns:
-        For each dimension ``min(kernel_size, extent // dilation)``, at least 1: a token always sees itself.
+        For each dimension ``min(kernel_size, extent // dilation)``, but at least 1, because a token always sees itself.
 
     Raises:
-        ValueError: A number is out of range, or missing for some dimension.
-        TypeError: An argument holds a value that is not an int.
+        ValueError: A number is out of range, or an argument does not have one value per dimension.
+        TypeError: An argument contains a value that is not an int.
     """
     extents = int_tuple("layout", tuple(layout), len(layout))
     sizes = int_tuple("kernel_size", kernel_size, len(extents), words=_WORDS)
@@ -273,23 +277,25 @@ def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tupl
     return tuple([largest if size in _WORDS else min(size, largest) for size, largest in zip(sizes, most, strict=True)])
 
 
-#: Value of ``kernel_size`` that means the extent of the dimension.
+#: Value of ``kernel_size`` that means the whole extent of the dimension.
 WHOLE_EXTENT = -1
 _WORDS = {WHOLE_EXTENT: "the whole extent"}
 
 
 class WindowArguments(NamedTuple):
-    """Window arguments of the operators, each a single value for all token dimensions, or a value per dimension.
+    """Window arguments of the operators: one value for all token dimensions, or a value per dimension.
 
-    Without a ``kernel_size``, windows are as large as the layout of the keys.
+    If ``kernel_size`` is ``None``, each window is as large as the layout of the keys.
 
     Attributes:
         kernel_size: Window extent in tokens; -1 is the whole extent (with dilation, the largest window that fits).
-        stride: Queries that share a window; at most ``kernel_size``.
-        dilation: Distance between neighboring tokens of a window; ``kernel_size * dilation`` fits the layout.
-        is_causal: Hide later keys.
-        edges: Boundary mode: ``"shift"`` moves a window that crosses an end back inside, ``"cut"`` drops its keys
-            beyond the end, ``"wrap"`` continues it at the other end (``dilation`` must divide the extent).
+        stride: Number of queries that share a window; at most ``kernel_size``.
+        dilation: Distance between neighboring tokens of a window. ``kernel_size * dilation`` must not exceed the extent
+            of the dimension.
+        is_causal: Mask out the keys after each query.
+        edges: Boundary mode of a window that crosses an end of the dimension. ``"shift"`` moves the window back inside.
+            ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other end; ``dilation`` must
+            then divide the extent.
     """
 
     kernel_size: Ints | None = None
@@ -299,7 +305,7 @@ class WindowArguments(NamedTuple):
     edges: Edges = "shift"
 
     def checked(self, rank: int) -> WindowArguments:
-        """Expand to a value per dimension, and check all rules that do not depend on a layout.
+        """Expand each argument to a value per dimension, and check all rules that do not depend on a layout.
 
         Raises:
             ValueError: A value breaks a rule.
@@ -320,7 +326,7 @@ class WindowArguments(NamedTuple):
         return WindowArguments(kernel_size, stride, dilation, is_causal, edges)
 
     def with_extents(self, layout: Sequence[int]) -> WindowArguments:
-        """Replace each :data:`WHOLE_EXTENT` by a number, and check.
+        """Replace each :data:`WHOLE_EXTENT` by the window extent in tokens, and check the arguments.
 
         Raises:
             ValueError: A value breaks a rule.
@@ -336,10 +342,10 @@ class WindowArguments(NamedTuple):
         return checked if known == sizes else checked._replace(kernel_size=known).checked(len(layout))
 
     def clamped(self, layout: Sequence[int]) -> WindowArguments:
-        """Clip windows to the largest that fit a layout.
+        """Clip windows to the largest windows that fit a layout.
 
         The stride is clipped to the number of keys in a window. If a dimension has fewer tokens than the dilation,
-        tokens have no neighbors: windows have one key, for which the dilation is irrelevant.
+        windows have one key. The dilation then has no effect, and is replaced by 1.
 
         Raises:
             ValueError: A value breaks a rule.
@@ -355,7 +361,7 @@ class WindowArguments(NamedTuple):
         )
 
     def axes(self, query_layout: Sequence[int], kv_layout: Sequence[int]) -> tuple[Axis, ...]:
-        """Return the token dimensions of a layout with these windows.
+        """Return an :class:`Axis` with these windows for each dimension of a token layout.
 
         Raises:
             ValueError: A value breaks a rule, or a window exceeds the layout of the keys.
@@ -387,7 +393,7 @@ def _with_decisive_edges(axis: Axis) -> Axis:
 
 
 def describe_axes(axes: Sequence[Axis]) -> Iterator[str]:
-    """Format the non-default window arguments."""
+    """Yield a short text for each window argument that does not have its default value."""
     shorts = {"kernel_size": ("k", "x"), "stride": ("s", "x"), "dilation": ("d", "x"), "is_causal": ("causal", "")}
     for name, default in WindowArguments()._asdict().items():
         short, separator = shorts.get(name, (name, ","))

@@ -1,8 +1,8 @@
-"""Compile time and object size of each kernel template, as a Markdown table.
+"""Print the compile time and the object size of each kernel template as a Markdown table.
 
 The program reads the log and the object files of a build with Ninja. Times are elapsed times of compiler calls, so
-build without a compiler cache, and with at most one parallel call per core. Several targets may compile the same
-template.
+build without a compiler cache, and with at most one parallel call per core. A template that several targets compile is
+counted once per target.
 
 Example:
     NATTEN_JAX_CUDA_ARCHS=90a python setup.py build_ext --inplace
@@ -19,19 +19,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: Part of an object's path that precedes and contains the path of its source.
+#: Matches the end of an object's path. The group is the path of the object's source.
 _OBJECTS = re.compile(r"\.dir/(.+)\.o$")
-#: Element type in the name of a generated source: at the end, or before a feature.
+#: Matches the element type in the name of a generated source. It is at the end of the name, or before a feature.
 _ELEMENT = re.compile(r"_k[A-Z][A-Za-z]*(?:8E4M3|16|32)(?=k|$)")
 
 
 class Costs(NamedTuple):
-    """Costs of the objects of one template.
+    """Costs of the object files of one template.
 
     Attributes:
         objects: Number of object files.
-        mebibytes: Total size of the object files.
-        seconds: Sum of the compile times.
+        mebibytes: Total size of the object files in MiB.
+        seconds: Sum of the compile times in seconds.
         longest: The longest compile time in seconds.
     """
 
@@ -56,7 +56,7 @@ def objects_of(folder: Path) -> Iterator[tuple[str, float, int]]:
 
 
 def costs_by_template(folder: Path) -> dict[str, Costs]:
-    """Add up the objects of each template over element types; other sources are added up by folder."""
+    """Sum the costs of each template over its element types, and the costs of host code by folder."""
     found: dict[str, list[tuple[float, int]]] = collections.defaultdict(list)
     for source, seconds, size in objects_of(folder):
         path = Path(source)
@@ -70,7 +70,7 @@ def costs_by_template(folder: Path) -> dict[str, Costs]:
 
 
 def table(costs: dict[str, Costs]) -> str:
-    """Format the costs, the longest compile times first."""
+    """Format the costs as a Markdown table, sorted by the sum of the compile times, the largest first."""
     total = Costs(*(sum(column) for column in zip(*costs.values(), strict=True)))
     total = total._replace(longest=max(each.longest for each in costs.values()))
     rows = [*sorted(costs.items(), key=lambda item: -item[1].seconds), ("all", total)]
@@ -80,7 +80,7 @@ def table(costs: dict[str, Costs]) -> str:
 
 
 def main() -> int:
-    """Print the table of a build folder."""
+    """Print the table for a build folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the build; its subfolders are searched as well")
     costs = costs_by_template(parser.parse_args().folder)

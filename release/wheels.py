@@ -4,9 +4,10 @@
 
 Set the environment variable NATTEN_JAX_WHEELS_WORK to use another directory for intermediate files.
 
-The kind ``python`` excludes compiled code: a single wheel works on every machine and interpreter. auditwheel tags every
-other wheel with the oldest manylinux policy that it satisfies. Kernels are compiled once per kind, because only the
-Python module differs between interpreters. Only packages are downloaded, through pip.
+A wheel of the kind ``python`` contains no compiled code, so a single wheel works on every machine and interpreter.
+auditwheel tags every other wheel with the oldest manylinux policy that the wheel satisfies. Kernels are compiled once
+per kind, because the wheels for several interpreters differ only in the Python extension module. The program downloads
+only Python packages, through pip.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1].resolve()
-#: Intermediate files. The path is fixed because CMake and ccache identify compilations by it. Concurrent runs need
-#: separate directories.
+#: Directory of intermediate files. All runs use the same path, because CMake and ccache identify compilations by their
+#: paths. Concurrent runs need separate directories.
 WORK = ROOT / os.environ.get("NATTEN_JAX_WHEELS_WORK", "build/wheels")
 PYTHON_ALONE = "python"
-#: Variables of ``setup.py`` that select each kind of build.
+#: Environment variables of ``setup.py`` that select each kind of build.
 KINDS: Mapping[str, Mapping[str, str]] = {
     PYTHON_ALONE: {"NATTEN_JAX_NATIVE": "0", "NATTEN_JAX_CUDA": "0"},
     "cpu": {"NATTEN_JAX_CUDA": "0"},
@@ -60,11 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tools = install("tools", project["project"]["optional-dependencies"]["release"])
-    # Builds only use headers and programs of these packages, which work with every interpreter, so the packages'
-    # dependencies are not needed.
+    # Builds only use headers and programs of these packages. These work with every interpreter, and do not need the
+    # dependencies of the packages.
     common = install("common", project["build-system"]["requires"], "--no-deps")
     sources = unpacked(options.sdist or source_distribution(common, pythons[0], out))
-    # All environments are made first, so that a missing compiler is reported before any build.
+    # All environments are made before the first build, so that a missing compiler is reported early.
     environments = {kind: build_environment(kind, common, pythons[0], sources) for kind in options.kinds}
     for kind, environment in environments.items():
         is_native = kind != PYTHON_ALONE
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_python(name: str) -> Path:
-    """Return the path of the interpreter that a command starts: the command may be a launcher such as a shim."""
+    """Return the path of the interpreter that a command starts; the command can be a launcher, such as a shim."""
     question = [name, "-c", "import sys; print(sys.executable)"]
     try:
         return Path(os.fsdecode(subprocess.run(question, capture_output=True, check=True).stdout.strip()))
@@ -86,7 +87,7 @@ def find_python(name: str) -> Path:
 
 
 def install(name: str, requirements: Sequence[str], *flags: str) -> Path:
-    """Install packages into a separate directory."""
+    """Install packages into the directory ``name`` of :data:`WORK`, and return the directory."""
     target = WORK / name
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target)]
     subprocess.run([*command, *flags, *requirements], check=True)
@@ -94,10 +95,10 @@ def install(name: str, requirements: Sequence[str], *flags: str) -> Path:
 
 
 def environment_with(*packages: Path, **variables: str) -> dict[str, str]:
-    """Return this process's environment with the packages and programs of these directories."""
+    """Return this process's environment variables, extended by the packages and programs in these directories."""
     programs = [str(directory / "bin") for directory in packages]
     return {
-        # These settings keep ccache hits for a reinstalled compiler or another checkout.
+        # With these settings, ccache also has hits after the compiler is reinstalled, and in another checkout.
         "CCACHE_BASEDIR": str(ROOT),
         "CCACHE_COMPILERCHECK": "content",
         **os.environ,
@@ -108,7 +109,7 @@ def environment_with(*packages: Path, **variables: str) -> dict[str, str]:
 
 
 def call_backend(python: Path, sources: Path, environment: dict[str, str], hook: str, *arguments: str) -> Any:
-    """Return the result of a build backend hook, called as installers do."""
+    """Call a hook of the build backend in the same way as installers, and return its result."""
     answer = WORK / "answer.json"
     command = [str(python), "-c", _CALL_HOOK, str(answer), hook, *arguments]
     if subprocess.run(command, cwd=sources, env=environment, check=False).returncode:
@@ -117,8 +118,8 @@ def call_backend(python: Path, sources: Path, environment: dict[str, str], hook:
 
 
 def build_environment(kind: str, common: Path, python: Path, sources: Path) -> dict[str, str]:
-    """Return the environment for builds of a kind, with additional packages that the kind needs."""
-    # Clear the variables of other kinds that may be set in the environment.
+    """Return the environment for builds of a kind, with the additional packages that these builds need."""
+    # Clear variables that select other kinds, because this process's environment can contain them.
     unchosen = {variable: "" for choices in KINDS.values() for variable in choices}
     variables = {**unchosen, **KINDS[kind], "NATTEN_JAX_RELEASE": "1"}
     environment = environment_with(common, **variables)
@@ -129,23 +130,27 @@ def build_environment(kind: str, common: Path, python: Path, sources: Path) -> d
 
 
 def source_distribution(common: Path, python: Path, out: Path) -> Path:
-    """Write the source distribution."""
-    # Its version string does not include CUDA: the CUDA version is selected when a wheel is built from it.
+    """Write the source distribution, and return its path."""
+    # The version of a source distribution does not name CUDA: the CUDA version is selected when a wheel is built.
     environment = environment_with(common, **KINDS[PYTHON_ALONE], NATTEN_JAX_RELEASE="0")
     return out / call_backend(python, ROOT, environment, "build_sdist", str(out))
 
 
 def unpacked(archive: Path) -> Path:
-    """Unpack the source distribution. Wheels are built from it, so that a file missing there fails the build."""
+    """Unpack the source distribution, and return its directory.
+
+    Wheels are built from this directory, so builds fail if the source distribution lacks a file.
+    """
     with tarfile.open(archive) as members:
         members.extractall(WORK, filter="data")
     return WORK / archive.name.removesuffix(".tar.gz")
 
 
 def build_settings(kind: str, folder: Path) -> str:
-    """Return the settings of a build: directories, and the local version, which names CUDA and a sample of kernels.
+    """Return the Setuptools settings of a build: its directories, and the label that is added to the version.
 
-    Setuptools reads these settings last, so that the setup.cfg in a source distribution cannot override them.
+    The label names the CUDA version, and marks builds that contain only a sample of the kernels. Setuptools reads these
+    settings last, so that the setup.cfg in a source distribution cannot override them.
     """
     directories = {"build_base": folder, "build_temp": folder / "cmake", "build_lib": folder / "lib"}
     lines = ["[build]", *(f"{name} = {directory}" for name, directory in directories.items())]
@@ -155,7 +160,7 @@ def build_settings(kind: str, folder: Path) -> str:
 
 
 def build(kind: str, environment: dict[str, str], python: Path, sources: Path) -> Path:
-    """Build one wheel; interpreters share compilations."""
+    """Build one wheel. Builds of the same kind for several interpreters share compiled kernels."""
     folder = WORK / f"build-{kind}"
     shutil.rmtree(folder / "lib", ignore_errors=True)
     folder.mkdir(exist_ok=True)
@@ -169,7 +174,7 @@ def repaired(wheel: Path, tools: Path, out: Path) -> Path:
     """Tag a wheel with the manylinux policy that it satisfies, and move it to the output folder.
 
     Raises:
-        SystemExit: The wheel satisfies no policy.
+        SystemExit: The wheel satisfies no manylinux policy.
     """
     command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(WORK / "repaired"), str(wheel)]
     if subprocess.run(command, env=environment_with(tools), check=False).returncode:

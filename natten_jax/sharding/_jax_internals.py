@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
-#: The primitive of ``checkpoint_name``.
+#: The primitive that ``jax.ad_checkpoint.checkpoint_name`` binds.
 CHECKPOINT_NAME: Primitive = ad_checkpoint.name_p
 
 
@@ -29,10 +29,10 @@ def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray | None:
-    """Return the device numbers of a program, with a row for each position along manual mesh axes.
+    """Return the device numbers of a program, with a row for each position along the manual mesh axes.
 
     Returns:
-        ``[positions, devices]``; ``None`` if XLA's partitioner does not process the program.
+        ``[positions, devices per position]``. ``None`` if XLA's partitioner does not process the program.
     """
     context = ctx.module_context.axis_context
     if isinstance(context, mlir.ShardingContext):
@@ -50,8 +50,9 @@ def device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray | None:
 def with_numbered_devices(ctx: mlir.LoweringRuleContext, count: int) -> mlir.LoweringRuleContext:
     """Replace the devices in ``ctx`` by integers, so that ``custom_partitioning`` can be lowered without devices.
 
-    JAX lowers ``custom_partitioning`` only with the devices of the program, which a program over an ``AbstractMesh``
-    does not have. JAX only passes the devices on to the partitioner's callback, inside shardings.
+    JAX lowers ``custom_partitioning`` only if ``ctx`` contains the devices of the program. A program over an
+    ``AbstractMesh`` has no devices. Integers suffice, because JAX only puts the devices into the shardings that the
+    partitioner's callback receives.
     """
     numbered: Any = tuple(range(count))
     context = ctx.module_context.replace(axis_context=mlir.ShardingContext(count, numbered))
@@ -70,18 +71,18 @@ def name_partitioner_callback(call: Any, name: str) -> None:
 
 
 def devices_of(sharding: jax.sharding.Sharding) -> Sequence[jax.Device]:
-    """Return the devices of a sharding from the partitioner, in the program's order."""
+    """Return the devices of a sharding that the partitioner's callback receives, in the program's order."""
     devices: Sequence[jax.Device] = sharding._device_assignment
     return devices
 
 
 def hlo_sharding_of(sharding: jax.sharding.Sharding, ndim: int) -> Any:
-    """Return XLA's ``HloSharding`` for arrays of ``ndim`` dimensions."""
+    """Convert a sharding to XLA's ``HloSharding`` for arrays of ``ndim`` dimensions."""
     return sharding._to_xla_hlo_sharding(ndim)
 
 
 def sharding_of(hlo: Any, like: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Convert an ``HloSharding`` to a sharding of the class of ``like``, on its devices."""
+    """Convert an ``HloSharding`` to a sharding with the class and the devices of ``like``."""
     kind: Any = type(like)
     result: jax.sharding.Sharding = kind(devices_of(like), hlo)
     return result

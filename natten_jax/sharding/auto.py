@@ -1,8 +1,9 @@
 """Split a pass over mesh axes that JAX leaves to XLA's partitioner (``AxisType.Auto``).
 
-The pass becomes a custom call with a sharding rule; the partitioner replaces it by the program of one device. Queries
-and outputs stay split over batch, heads and, for windows, tokens; other dimensions cannot be split. Query heads are
-split together with the key/value heads that they share.
+The pass is lowered to a custom call with a sharding rule. The partitioner replaces this call by the program that each
+device runs on its shards. Queries and outputs stay split over the batch, over the heads and, in neighborhood attention,
+over the tokens. They cannot be split over ``head_dim``. If possible, key/value heads are split like the query heads
+that share them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from natten_jax.version import __version__
 
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
-    """Split of the query heads into equal parts.
+    """Split of the query heads into equal parts, and of the key/value heads that these parts read.
 
     Attributes:
-        heads: Query heads.
-        heads_kv: Key/value heads; each is shared by an equal number of consecutive query heads.
-        parts: Number of parts; it divides ``heads``.
-        kv_parts: Number of equal parts of the key/value heads. Each part of the query heads reads one part of the
-            key/value heads or, if these are not split, a subset of all (:attr:`needed`).
+        heads: Number of query heads.
+        heads_kv: Number of key/value heads. Each is shared by the same number of consecutive query heads.
+        parts: Number of equal parts of the query heads; it divides ``heads``.
+        kv_parts: Number of equal parts of the key/value heads. If it is greater than 1, each part of the query heads
+            reads one of these parts. If it is 1, the key/value heads are not split, and each part of the query heads
+            reads the key/value heads in :attr:`needed`.
     """
 
     heads: int
@@ -47,18 +49,26 @@ class HeadSplit:
 
     @classmethod
     def for_parts(cls, heads: int, heads_kv: int, parts: int, kv_parts: int) -> HeadSplit:
-        """Split query heads into ``parts``; key/value heads stay in ``kv_parts`` only if these match."""
+        """Split the query heads into ``parts``; key/value heads stay split into ``kv_parts`` only if these match.
+
+        They match ``parts`` if both numbers are equal, or if each key/value head is a part and ``heads_kv`` divides
+        ``parts``.
+        """
         fits = kv_parts == parts or (kv_parts == heads_kv and parts % heads_kv == 0)
         return cls(heads, heads_kv, parts, kv_parts if fits else 1)
 
     @property
     def takes(self) -> bool:
-        """Return True if key/value heads are not split, but a part of the query heads may read only some of them."""
+        """Return True if key/value heads are not split, although parts of the query heads can read a subset of them."""
         return self.kv_parts == 1 < min(self.parts, self.heads_kv)
 
     @functools.cached_property
     def needed(self) -> np.ndarray:
-        """Key/value heads that each part reads, ``[parts, heads]``: for groups of equal size, or per query head."""
+        """Key/value heads that each part of the query heads reads, ``[parts, reads]``.
+
+        A *group* is the query heads that share a key/value head. If every part consists of whole groups, or is
+        contained in one group, a row lists each key/value head once. Otherwise a row has one entry per query head.
+        """
         groups = self.heads // self.heads_kv
         kv_heads = (np.arange(self.heads) // groups).reshape(self.parts, -1)
         local = kv_heads.shape[1]
@@ -74,9 +84,10 @@ class HeadSplit:
         outputs: Sequence[Role],
         part: jax.Array,
     ) -> list[jax.Array]:
-        """Run a part of the query heads on its subset of the key/value heads.
+        """Run a pass on one part of the query heads and on the key/value heads that the part reads.
 
-        Results for key/value heads cover all of these heads, with zeros for heads outside the subset.
+        Results with key/value heads, such as key gradients, contain all key/value heads. Heads that the part does not
+        read have zeros.
         """
         taken = jnp.asarray(self.needed)[part]
         parts = [
@@ -93,16 +104,17 @@ class HeadSplit:
 
 
 def device_tiles(sharding: Any, ndim: int, devices: int) -> np.ndarray:
-    """Return the device numbers of the parts of an array of ``ndim`` dimensions, ``[*parts, copies, manual]``.
+    """Return the numbers of the devices that hold each part of an array, ``[*parts, copies, manual]``.
 
     Args:
         sharding: XLA's ``HloSharding``, or ``None``.
         ndim: Number of dimensions of the array.
-        devices: Number of devices that the partitioner splits arrays over.
+        devices: Number of devices over which the partitioner splits arrays.
 
     Returns:
-        The second-to-last dimension holds devices with copies of the same part. The last dimension holds the devices of
-        manual mesh axes, if the partitioner numbers them; these devices hold unrelated arrays.
+        The partitioner's device numbers. Devices along the dimension ``copies`` hold copies of the same part. Devices
+        along the dimension ``manual`` differ in their positions along manual mesh axes, and hold unrelated arrays. The
+        extent of ``manual`` is 1 if the partitioner does not number these devices.
     """
     if sharding is None or not sharding.is_tiled():
         return np.arange(devices).reshape((1,) * ndim + (devices, 1))
@@ -120,10 +132,11 @@ class Layout:
 
     Attributes:
         tiles: The partitioner's device numbers, ``[*batch parts, *token parts, head parts, copies, manual]``.
-        batch_axes: Number of leading independent dimensions.
+        batch_axes: Number of leading batch dimensions: the axes that ``jax.vmap`` maps, and the batch.
         heads: Split of the heads.
-        devices: The program's device numbers, indexed by the partitioner's device numbers, ``[manual, devices]``: with
-            manual mesh axes, the partitioner numbers only the devices of the other axes.
+        devices: The program's device numbers, indexed by the partitioner's device numbers, ``[manual, devices]``. If
+            the partitioner numbers only the devices along mesh axes that are not manual, there is a row for each
+            position along the manual mesh axes. Otherwise there is one row.
     """
 
     tiles: np.ndarray
@@ -146,13 +159,13 @@ class Layout:
         """Create the layout that keeps the sharding of the query as far as possible.
 
         Args:
-            tiles: Tiles of the query, from :func:`device_tiles`.
-            devices: The program's device numbers, indexed by the partitioner's device numbers.
+            tiles: Device numbers of the parts of the query, from :func:`device_tiles`.
+            devices: The program's device numbers, indexed by the partitioner's device numbers, ``[manual, devices]``.
             shape: The shape of the query.
-            batch_axes: Number of leading independent dimensions.
-            heads_kv: Key/value heads.
-            kv_parts: Number of parts of the key/value heads.
-            splits_tokens: Token dimensions may be split.
+            batch_axes: Number of leading batch dimensions.
+            heads_kv: Number of key/value heads.
+            kv_parts: Number of parts of the key/value heads in the sharding of the key.
+            splits_tokens: True if token dimensions can stay split.
         """
         ndim = len(shape)
         kept = [
@@ -171,7 +184,7 @@ class Layout:
         return self.tiles.shape[self.batch_axes : -3]
 
     def tiles_of(self, role: Role, ndim: int) -> np.ndarray:
-        """Return the device numbers of the parts of an array, ``[*parts, copies, manual]``."""
+        """Return the numbers of the devices that hold each part of an array, ``[*parts, copies, manual]``."""
         if role is Role.WHOLE:
             return self.tiles.reshape((1,) * ndim + (-1, self.tiles.shape[-1]))
         tiles = self._contributing(role)
@@ -183,27 +196,35 @@ class Layout:
         return tiles.reshape(*parts, contributions * copies, manual)
 
     def line(self, dimension: int) -> np.ndarray:
-        """Return the devices along a token dimension, ordered by their parts, ``[lines, parts]``."""
+        """Return the program's device numbers along a token dimension, ``[lines, parts]``.
+
+        A *line* is the devices whose parts differ only in this dimension, in the order of their parts.
+        """
         rows = np.moveaxis(self.tiles, self.batch_axes + dimension, -1)
         return self._program_devices(rows.reshape(-1, rows.shape[-1]))
 
     def groups(self, role: Role) -> np.ndarray:
-        """Return devices that hold the same part of an array for different queries, ``[groups, devices]``."""
+        """Return groups of devices that compute one part of an array from different queries, ``[groups, devices]``.
+
+        The groups list the program's device numbers. The results of the devices of a group are added.
+        """
         rows = np.moveaxis(self._contributing(role), -3, -1)
         return self._program_devices(rows.reshape(-1, rows.shape[-1]))
 
     def head_parts(self) -> np.ndarray:
-        """Return the index of each device's part of the query heads."""
+        """Return, for each device of the program, the index of its part of the query heads."""
         parts = np.empty(self.devices.size, np.int32)
         parts[self.devices[:, self.tiles]] = np.arange(self.heads.parts, dtype=np.int32)[:, None, None]
         return parts
 
     def _contributing(self, role: Role) -> np.ndarray:
-        """Return device numbers of parts of an array, ``[*leading, heads, contributions, copies, manual]``.
+        """Return the device numbers for an array, ``[*leading, heads, contributions, copies, manual]``.
 
-        Contributions are the parts of the queries that share a part of the array: query heads that share key/value
-        heads, or all heads for an array without heads; all tokens for an array without token dimensions; all batch
-        entries for an array that all batch entries share.
+        Devices along the dimension ``contributions`` hold different queries that use the same part of the array:
+
+        - queries of all heads that share a part of the key/value heads, or of all heads without a head dimension,
+        - queries of all tokens if the array has no token dimensions,
+        - queries of all batch entries if these share the array.
         """
         *leading, heads, copies, manual = self.tiles.shape
         parts = self.heads.kv_parts if role.is_key_value else heads if role.heads_axis else 1
@@ -221,7 +242,7 @@ class Layout:
 
 
 def sharding_like(like: Any, tiles: np.ndarray) -> Any:
-    """Convert ``tiles``, as from :func:`device_tiles`, to the ``HloSharding`` class of ``like``."""
+    """Convert device numbers in the format of :func:`device_tiles` to the ``HloSharding`` class of ``like``."""
     *parts, copies, manual = tiles.shape
     proto = like.to_proto()
     kinds = type(proto).Type
@@ -259,8 +280,8 @@ def is_needed(ctx: mlir.LoweringRuleContext) -> bool:
 def lower_for_one(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, values: Sequence[Any]) -> Any:
     """Lower a function with several results for a single device.
 
-    Meshes are removed from the argument types; otherwise JAX's transposes would sum over axes that other arguments vary
-    over.
+    The argument types are replaced by types without meshes. Otherwise the transposes that JAX derives would contain
+    sums over the mesh axes along which some arguments vary and others do not.
     """
     arguments: Sequence[Any] = ctx.avals_in
     avals = [jax.core.ShapedArray(each.shape, each.dtype) for each in arguments]
@@ -275,11 +296,11 @@ class Partitioned:
     Attributes:
         ctx: Lowering context of the pass.
         identity: Text that identifies the computation; equal passes have equal texts in every process.
-        local: Function that each device runs.
+        local: Function that each device runs on its parts of the arguments.
         inputs: Roles of the arguments.
         outputs: Roles of the results.
-        batch_axes: Number of leading independent dimensions of all arrays.
-        splits_tokens: Token dimensions are equal for queries and keys, and may be split.
+        batch_axes: Number of leading batch dimensions of all arrays: the axes that ``jax.vmap`` maps, and the batch.
+        splits_tokens: True if token dimensions can be split. Queries and keys then have equal token dimensions.
     """
 
     ctx: mlir.LoweringRuleContext
@@ -298,7 +319,7 @@ class Partitioned:
         return numbers
 
     def lower(self, values: Sequence[Any]) -> Any:
-        """Lower the pass to the custom call.
+        """Lower the pass to a custom call that the partitioner replaces.
 
         Raises:
             NotImplementedError: The program is being exported.
@@ -312,28 +333,32 @@ class Partitioned:
 
         @custom_partitioning
         def whole(*_: jax.Array) -> list[jax.Array]:
-            return [jnp.zeros(each.shape, each.dtype) for each in types]  # only the types matter
+            return [jnp.zeros(each.shape, each.dtype) for each in types]  # JAX uses only their types
 
         rule = self._rule(arguments, types)
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
         results = lower_for_one(whole, _jax_internals.with_numbered_devices(ctx, self.devices.size), values)
-        # The callback's name contains everything that it depends on. With an address in memory, the next process would
-        # not find the program in the persistent compilation cache; without a name it would find another pass's program.
+        # The key of the persistent compilation cache includes the callback's name. So the name contains everything that
+        # the callback depends on. If the name were an address in memory, another process would not find the program in
+        # the cache. Without a name, it would find the program of another pass.
         platforms = _jax_internals.platforms_of(ctx)
         name = f"natten_jax {__version__} {self.identity} {platforms} {self.devices.tolist()}"
         _jax_internals.name_partitioner_callback(results[0].owner, name)
         return results
 
     def _rule(self, arguments: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
-        """Return the sharding rule: all arrays split batch, heads and (optionally) tokens in the same way.
+        """Return the sharding rule: all arrays split batch, heads and (if ``splits_tokens``) tokens in the same way.
 
-        Other dimensions are split independently. The dimension of the query heads has two factors, key/value heads and
-        the group that shares a key/value head. If the mesh may split query heads into more parts than the key/value
-        heads allow, query heads and key/value heads are split independently.
+        Each other dimension of an array is split independently. If several query heads share a key/value head, the
+        dimension of the query heads has two factors: the key/value heads, and the query heads per key/value head.
+
+        Query heads and key/value heads are split independently if there is only one key/value head. This is also the
+        case if the devices can split the query heads into a number of parts that does not divide the key/value heads.
         """
         heads, heads_kv = arguments[0].shape[-2], arguments[1].shape[-2]
         devices = self.devices.shape[1]
-        # The partitioner also splits by parts of mesh axes: into any number of parts that divides the devices.
+        # The partitioner can also split arrays over a part of a mesh axis. So every divisor of the number of devices is
+        # a possible number of parts.
         parts = [n for n in range(1, devices + 1) if devices % n == 0]
         fresh = map("other{}".format, itertools.count())
         sizes: dict[str, Any] = {}
@@ -417,7 +442,7 @@ class Partitioned:
 
 
 def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
-    """Return the devices that exchange tokens of a dimension with this device; ``None`` if it is not split."""
+    """Return the devices over which a token dimension is split; ``None`` if the dimension is not split."""
     rows = layout.line(dimension)
     count, parts = rows.shape
     if parts == 1:

@@ -1,7 +1,8 @@
-"""Split a call over the mesh axes in the types of its arrays (``AxisType.Explicit``).
+"""Split a call over the explicit mesh axes (``AxisType.Explicit``) in the types of its arrays.
 
-The types give the axes that split batch and heads; ``jax.shard_map`` passes each device its part. Without such axes the
-call runs unchanged, including inside ``jax.shard_map``.
+The shardings in the types determine which axes split the batch, the tokens and the heads. ``jax.shard_map`` passes each
+device its part of the arrays. If the types contain no explicit axes, the call runs unchanged, also inside
+``jax.shard_map``.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
     out_specs = Output._make([spec(Role.QUERY, ndim), spec(Role.PER_QUERY, ndim - 1)])
     explicit = _explicit_axes(mesh)
     is_nested = AxisType.Manual in mesh.axis_types
-    # JAX also shards the residuals of a nested shard_map over the manual axes of the outer one, and then cannot lower
-    # the gradient. The only residuals of a checkpoint are its arguments.
+    # JAX also shards the residuals of a nested shard_map over the manual axes of the outer shard_map, and then cannot
+    # lower the gradient. Checkpoints avoid this, because their only residuals are their arguments.
     run_nested = jax.checkpoint(run_part) if is_nested else run_part
     names = set() if len(explicit) == len(mesh.axis_names) else explicit
     sharded = jax.shard_map(run_nested, mesh=mesh, in_specs=(specs,), out_specs=out_specs, axis_names=names)
@@ -70,11 +71,11 @@ def _placed(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
-    """Gather inputs whose ``head_dim`` is split over explicit mesh axes, with a warning.
+    """Gather the dimensions of inputs that cannot stay split over explicit mesh axes, with a warning.
 
     Args:
         inputs: The inputs of a call.
-        keeps_tokens: Token dimensions may stay split. Otherwise they are gathered as well.
+        keeps_tokens: True if only ``head_dim`` is gathered. False if token dimensions are also gathered.
     """
     mesh = mesh_of(inputs)
     if mesh is None:
@@ -103,7 +104,11 @@ def replicated(array: jax.Array) -> jax.Array:
 
 
 def split_like(array: jax.Array, other: jax.Array) -> jax.Array:
-    """Split an array over explicit mesh axes like another array; its dimensions are 1 or equal to the other's."""
+    """Split an array over the explicit mesh axes that split ``other``.
+
+    Each dimension of the array has the extent of the same dimension of ``other``, or extent 1. Dimensions of extent 1
+    are not split.
+    """
     mesh = mesh_of(other)
     if mesh is None:
         return array
@@ -112,12 +117,13 @@ def split_like(array: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | None]) -> jax.Array:
-    """Reshape an array and keep the explicit mesh axes of the dimensions that new dimensions come from.
+    """Reshape an array so that its new dimensions stay split over explicit mesh axes.
 
     Args:
         array: The array.
-        shape: Its new shape.
-        sources: For each new dimension, the old dimension whose outermost factor it is; ``None`` for inner factors.
+        shape: New shape of the array.
+        sources: For each new dimension, the index of the old dimension whose mesh axes it keeps. It must be the
+            outermost factor of this old dimension. ``None`` for inner factors, which are not split.
     """
     mesh = mesh_of(array)
     if mesh is None:
@@ -129,7 +135,10 @@ def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | Non
 
 
 def split_as(array: jax.Array, inputs: Inputs, role: Role) -> jax.Array:
-    """Split an array over explicit mesh axes like an input of that role: its gradient is summed, not gathered."""
+    """Split an array over explicit mesh axes like an input with the role ``role``.
+
+    JAX then sums the gradient of the array over devices, and does not gather it.
+    """
     mesh = mesh_of(inputs)
     if mesh is None:
         return array
@@ -143,14 +152,15 @@ def run_with_auto_axes(
 
     Args:
         function: The function.
-        like: Array whose sharding the result gets, except in the last dimension, which is not split.
-        *arrays: Arguments: every array that the function uses.
-        inside_manual: Also use automatic axes inside ``jax.shard_map``. JAX cannot differentiate some functions there.
+        like: Array whose sharding the result gets. The last dimension of the result is not split.
+        *arrays: Arguments of the function, which must not use other arrays.
+        inside_manual: True if XLA also chooses inside ``jax.shard_map``. False if the function runs unchanged there:
+            JAX cannot differentiate some functions if XLA chooses inside ``jax.shard_map``.
     """
     mesh = mesh_of((like, arrays))
     if mesh is None:
         return function(*arrays)
-    is_nested = AxisType.Manual in mesh.axis_types  # a gradient then needs checkpoints, as in `over_explicit_axes`
+    is_nested = AxisType.Manual in mesh.axis_types  # gradients then need checkpoints, as in `over_explicit_axes`
     if is_nested and not inside_manual:
         return function(*arrays)
     sharding = NamedSharding(mesh, PartitionSpec(*_spec(like)[:-1], None))
@@ -161,7 +171,10 @@ def run_with_auto_axes(
 
 
 def map_in_turn(function: Callable[[Any], Any], arrays: Sequence[jax.Array]) -> Any:
-    """Apply ``jax.lax.map`` over leading axes that explicit mesh axes may split: each device maps its part."""
+    """Apply ``jax.lax.map`` over the leading axes of arrays.
+
+    If explicit mesh axes split a leading axis, each device maps over its own part.
+    """
     names = next((each for each in (axis_names(_spec(array)[0]) for array in arrays) if each), ())
     run = functools.partial(jax.lax.map, function)
     if not names:
@@ -172,7 +185,7 @@ def map_in_turn(function: Callable[[Any], Any], arrays: Sequence[jax.Array]) -> 
 
 
 def mesh_of(arrays: Any) -> Any:
-    """Return the mesh of the arrays if it has explicit axes with more than one device."""
+    """Return the mesh of the arrays if it has an explicit axis with more than one device, otherwise ``None``."""
     for array in jax.tree.leaves(arrays):
         mesh = jax.typeof(array).sharding.mesh
         if not mesh.empty and any(mesh.shape[name] > 1 for name in _explicit_axes(mesh)):
@@ -194,10 +207,10 @@ class _SplitAxes:
     """The mesh axes that split the arrays of a call.
 
     Attributes:
-        batch: Axes of the batch.
-        tokens: Axes of each token dimension.
-        heads: Axes of the query heads.
-        are_heads_kv_split: The axes of the query heads also split key/value heads.
+        batch: Mesh axes that split the batch.
+        tokens: Mesh axes that split each token dimension.
+        heads: Mesh axes that split the query heads.
+        are_heads_kv_split: True if the axes in ``heads`` also split the key/value heads.
     """
 
     batch: _Axes
@@ -207,7 +220,10 @@ class _SplitAxes:
 
     @classmethod
     def from_inputs(cls, inputs: Inputs) -> _SplitAxes:
-        """Read the axes of each dimension from the type of the query, or of key or value if the query is not split."""
+        """Read the mesh axes of each dimension from the type of the query.
+
+        If the query is not split in a dimension, read the axes from the type of the key or of the value.
+        """
         specs = [_spec(array)[:-1] for array in (inputs.query, inputs.key, inputs.value)]
         axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]
         for spec in specs[1:]:
@@ -218,7 +234,7 @@ class _SplitAxes:
         return cls(batch, tokens, heads, axis_names(_spec(inputs.key)[-2]) == heads)
 
     def spec(self, role: Role, ndim: int) -> PartitionSpec:
-        """Return the partition spec of an array with ``ndim`` dimensions."""
+        """Return the partition spec of an array with the role ``role`` and ``ndim`` dimensions."""
         if role is Role.WHOLE:
             return PartitionSpec()
         axes = [() if role is Role.PER_HEAD_OF_ALL_ENTRIES else self.batch, *(self.tokens if role.has_layout else ())]

@@ -1,1 +1,1 @@
-"""Arguments of users, and error messages for invalid arguments."""
+"""Tests of the arguments that users pass, and of the error messages for invalid arguments."""

@@ -1,4 +1,4 @@
-"""Argument names: their order, other libraries' names, misspellings, and window arguments in every function."""
+"""Argument names: positional order, names from other libraries, misspellings, and the names of window arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from natten_jax.profiler.options import profiler_parser
 from natten_jax.windows import Axis, WindowArguments
 from tests.support.problems import OPERATORS
 
-# Positional arguments have NATTEN's order, up to the argument listed in docs/coming-from-natten.md.
+# Positional arguments have NATTEN's order. docs/coming-from-natten.md names the last positional argument.
 
 
 WINDOWS = "query key value kernel_size stride dilation is_causal scale additional_keys additional_values"
@@ -50,7 +50,7 @@ def test_more_arguments_by_position_than_there_are() -> None:
         operator(*(ARRAY,) * 3, 0.5, False)
 
 
-# Keyword arguments with other libraries' names or misspellings: the error suggests the intended name or a replacement.
+# If a keyword is misspelled or comes from another library, the error suggests the intended name or a replacement.
 
 
 ARRAY = jnp.zeros((1, 8, 2, 8))
@@ -62,7 +62,8 @@ def refusal(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-#: An argument name, and the matching argument of operators, of ``attention`` and of modules; ``None`` without a match.
+#: An unknown keyword, and the names that the errors of operators, of ``attention`` and of modules suggest instead.
+#: ``None`` if the error suggests no name.
 NAMES = [
     ("window_size", "kernel_size", None, "kernel_size"),
     ("kernal_size", "kernel_size", None, "kernel_size"),
@@ -84,7 +85,7 @@ NAMES = [
     ("additional_key", "additional_keys", None, None),
 ]
 
-#: Parts of the messages that explain names without a matching argument.
+#: For some unknown keywords: a part of the messages that suggest no name.
 EXPLAINED = {
     "window_size": "attention sees all keys",
     "mask": "key_bias masks keys: a bool array",
@@ -108,7 +109,7 @@ def check(message: str, function: str, name: str, meant: str | None) -> None:
 def test_operators(name: str, operators: str | None, attention_name: str | None, module_name: str | None) -> None:
     for rank, operator in OPERATORS.items():
         array: Any = jnp.zeros((1, *(4,) * rank, 2, 8))
-        for window in ({}, {"kernel_size": 3}):  # the unknown name is reported even without ``kernel_size``
+        for window in ({}, {"kernel_size": 3}):  # the error reports the unknown name even if kernel_size is missing
             message = refusal(lambda: operator(array, array, array, **window, **{name: 3}))  # noqa: B023
             check(message, f"na{rank}d", name, operators)
     if name != "kv_tile_size":
@@ -174,7 +175,7 @@ def test_names_without_a_similar_argument(name: str) -> None:
 
 
 def test_known_names_mean_themselves() -> None:
-    """Valid names are not explained as misspellings of another argument of the same function."""
+    """The name of a valid argument is not reported as a misspelling of another argument."""
     for function, own in ((natten_jax.na2d, ATTENTION_NAMES.values()), (natten_jax.attention, ATTENTION_NAMES.keys())):
         known = {*inspect.signature(function).parameters, *own} - {"performance"}
         for name in known:
@@ -219,7 +220,7 @@ def test_merge_accepts_natten_arguments_and_rejects_others() -> None:
         assert refusal(functools.partial(merge, **given)).startswith(f"merge_attentions() {message}")
 
 
-# Functions that take windows take all window arguments.
+# Every function with window arguments has all window arguments.
 
 
 FUNCTIONS: list[Callable[..., Any]] = [

@@ -1,4 +1,4 @@
-"""The scale of the logits: every real number that the compute type can represent is valid, all others raise."""
+"""The scale of the logits: a real number is valid if the compute type can represent its product with log2(e)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scale_of(scale: Any, dtype: str) -> float:
 
 
 REAL = r"^scale must be None, a real number or an array of real numbers, without dimensions or .*, got"
-#: Numbers outside the valid range; some of them are representable in float32.
+#: Finite numbers outside the valid range. float32 can represent some of them, but not their products with log2(e).
 LARGE = [-1e39, 10**39, 2.4e38, np.float64(1e300), fractions.Fraction(10**40, 3), jnp.bfloat16(3.3e38)]
 INFINITE = [
     10**400,

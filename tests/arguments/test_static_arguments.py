@@ -1,4 +1,4 @@
-"""Arguments that take one value per dimension, and flags: valid containers, errors, and checks made once."""
+"""Arguments with one value per dimension, and flags: accepted containers, errors, and caching of the checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from natten_jax.ops.canonicalize import neighborhood_problem
 from natten_jax.windows import WindowArguments
 from tests.support.problems import OPERATORS
 
-# Arguments that take one value per dimension, and flags: accepted containers, and errors.
+# Arguments with one value per dimension, and flags: accepted containers, and errors.
 
 
 LAYOUT = (8, 9, 10)
@@ -119,7 +119,7 @@ def test_text_and_bytes_are_no_sequences_of_numbers(name: str, value: Any) -> No
     refused(TypeError, (f"{name} must be", shown), lambda: call(2, **{**others, name: value}))
 
 
-#: By argument names: an invalid value, the error, and parts of its message.
+#: For each group of argument names: invalid values, the type of the error, and parts of the message.
 WRONG: dict[tuple[str, ...], list[tuple[Any, type[Exception], tuple[str, ...]]]] = {
     (*INTS, "backward_kv_splits"): [
         (np.array([3.0, 3.0]), TypeError, ("ints", "float64")),
@@ -178,7 +178,7 @@ def test_flags_are_bools(rank: int, value: Any) -> None:
     extra = query_of(1)
     attend: Any = functools.partial(natten_jax.attention, extra, extra, extra)
     refused(TypeError, ("return_lse must be a bool", repr(value)), lambda: attend(return_lse=value))
-    # Includes a window as large as the layout.
+    # The last entry is a window as large as the layout.
     for others in ({}, {"additional_keys": extra, "additional_values": extra}, {"kernel_size": LAYOUT[:rank]}):
         operator = functools.partial(call, rank, **others)
         refused(TypeError, ("return_lse must be a bool", repr(value)), functools.partial(operator, return_lse=value))
@@ -265,14 +265,15 @@ def test_flax_modules_take_arrays(array_of: Callable[..., Any]) -> None:
     assert one == other and hash(one) == hash(other)
 
 
-# Checks are cached for equal arguments; arguments that compare equal but differ in type must not share an entry.
+# Results of checks are cached for equal arguments. Arguments that compare equal but differ in type, such as 1 and True,
+# must have separate cache entries.
 
 
 X = jnp.zeros((1, 6, 7, 2, 8))
 
 
 def counted() -> tuple[Any, list[Any]]:
-    """Return a cached check, and the list of arguments with which it ran."""
+    """Return a cached check, and a list that records the arguments of each call that the cache did not answer."""
     asked: list[Any] = []
 
     @checked_once
@@ -315,7 +316,7 @@ def test_memory_is_bounded() -> None:
     assert asked.count(0) == 2
 
 
-# The operators: a valid call, followed by invalid calls whose arguments compare equal.
+# Call an operator with valid arguments, and then with invalid arguments that compare equal to the valid arguments.
 def test_arguments_that_compare_equal_are_still_refused() -> None:
     right: dict[str, Any] = {"kernel_size": (3, 1), "stride": 1, "dilation": (1, 2), "is_causal": (True, False)}
     wrong: dict[str, list[Any]] = {

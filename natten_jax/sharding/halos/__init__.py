@@ -1,8 +1,8 @@
-"""Exchange of neighbors' keys and values if token dimensions are split over devices.
+"""Halo exchange: devices receive keys and values from their neighbors if token dimensions are split over devices.
 
-- ``exchange``: the devices along each token dimension, and halos that are exchanged before a pass; inside
-  ``jax.shard_map`` as a single operation that JAX differentiates and batches.
-- ``overlap``: halos that arrive slab by slab during a pass, and the choice of such passes.
+- ``exchange``: finds the devices along each token dimension, and exchanges all halos before a pass. Inside
+  ``jax.shard_map`` the exchange is a single operation that JAX can differentiate and batch.
+- ``overlap``: exchanges halos slab by slab during a pass, and decides whether a pass does so.
 
 :mod:`natten_jax.halo` computes the extents of halos.
 """

@@ -1,11 +1,12 @@
-"""Halo exchange: keys and values of neighbors if token dimensions are split over devices.
+"""Halo exchange: devices receive keys and values from their neighbors if token dimensions are split over devices.
 
-Queries stay on their device and are computed once. A device receives the keys that its windows reach
-(:mod:`natten_jax.halo`), and attends at its position in the global layout. The transpose returns the gradients of these
-keys and values to their devices and adds them.
+Queries are not exchanged. A device receives the keys and values that the windows of its queries reach
+(:mod:`natten_jax.halo`), and runs the pass at the position of its tokens in the global layout. The transpose of the
+exchange sends the gradients of received keys and values back to the devices that own them, and adds the gradients
+there.
 
-Inside ``jax.shard_map`` the exchange is one linear operation with a custom transpose: JAX's derived transpose is
-equivalent, but copies whole arrays for every slab.
+Inside ``jax.shard_map`` the exchange is one linear operation with a custom transpose. The transpose that JAX derives is
+equivalent, but it copies whole arrays for every slab (the keys of a halo that come from one device).
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from natten_jax.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class DeviceLine:
-    """The devices that share a token dimension, in the order of their parts.
+    """A *line*: the devices over which a token dimension is split, in the order of their parts.
 
     Attributes:
         parts: Number of devices.
-        place: Position of this device.
-        permuted: Permutes an array along the line by (source, destination) pairs; zeros without a source.
-        gathered: Gathers all parts of an array along an axis.
+        place: Index of this device in the line.
+        permuted: Sends arrays along the line, given (source, destination) pairs of indices. A device that is not a
+            destination receives zeros.
+        gathered: Gathers the parts of an array from all devices of the line, and concatenates them along an axis.
     """
 
     parts: int
@@ -43,9 +45,10 @@ class DeviceLine:
     gathered: Callable[[jax.Array, int], jax.Array]
 
     def shifted(self, array: jax.Array, hops: int, *, is_ring: bool = False) -> jax.Array:
-        """Return the array of the device ``hops`` positions before this one, or after it if negative.
+        """Return the array of the device that is ``hops`` positions before this device.
 
-        In a ring, the last device precedes the first.
+        If ``hops`` is negative, that device is ``-hops`` positions after this device. In a ring, the last device
+        precedes the first device.
         """
         places = range(self.parts)
         if is_ring:
@@ -54,7 +57,10 @@ class DeviceLine:
 
 
 def lines_of(token_axes: Sequence[tuple[str, ...]]) -> list[DeviceLine | None]:
-    """Return the lines along manual mesh axes, from the axes that each token dimension is split over."""
+    """Return the line of devices of each token dimension, given the manual mesh axes that split the dimension.
+
+    The line of a dimension that is not split is ``None``.
+    """
     return [
         _line_of(names) if parts > 1 else None for names, parts in zip(token_axes, parts_of(token_axes), strict=True)
     ]
@@ -66,7 +72,7 @@ def parts_of(token_axes: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
 
 
 def _line_of(names: tuple[str, ...]) -> DeviceLine:
-    """Return the line of devices along manual mesh axes, the slowest axis first."""
+    """Return the line of devices along manual mesh axes; the first axis varies slowest."""
     parts = jax.lax.axis_size(names)
 
     def permuted(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
@@ -79,14 +85,14 @@ def _line_of(names: tuple[str, ...]) -> DeviceLine:
 
 
 class Move(NamedTuple):
-    """The exchange of a slab: tokens that become a halo of another part.
+    """The exchange of a slab: each device of a line sends tokens, which become part of the receiver's halo.
 
     Attributes:
-        edge: Offset of the tokens in their part; if two devices exchange halos, it depends on the device.
-        start: Offset in the receiving part with its halos; if two devices exchange halos, it depends on the device.
-        tokens: Number of tokens.
-        there: Sends an array to the other part.
-        back: Sends an array back.
+        edge: Offset of the slab in the sender's part. It depends on the device if two devices swap their halos.
+        start: Offset of the slab in the receiver's part with halos. It also depends on the device in this case.
+        tokens: Number of tokens in the slab.
+        there: Sends an array from senders to receivers.
+        back: Sends an array from receivers to senders.
     """
 
     edge: Any
@@ -97,15 +103,16 @@ class Move(NamedTuple):
 
 
 def moves_of(halo: Halo, line: DeviceLine) -> list[Move]:
-    """Return the moves for halos before a part, nearest first, and then the moves for halos after it.
+    """Return a move for each slab of the halo before a part, and then for each slab of the halo after the part.
 
-    They are the slabs of a part's halos in the order of :meth:`natten_jax.halo.Halo.seen_slabs`.
+    The slabs of each halo are ordered from the nearest to the farthest, as in
+    :meth:`natten_jax.halo.Halo.seen_slabs`. If two devices swap their halos, there is one move.
     """
     if halo.changes_places:
         is_front = line.place == 0
         edge = jnp.where(is_front, halo.part - halo.before, 0)
         behind = jnp.where(is_front, halo.before + halo.part, 0)
-        # Swap both halos in one exchange: two exchanges, one per direction, would each use only half of the link.
+        # Both devices send in one exchange. Two exchanges, one per direction, would each use only half of the link.
 
         def swapped(array: jax.Array) -> jax.Array:
             return line.permuted(array, [(0, 1), (1, 0)])
@@ -129,12 +136,15 @@ def moves_of(halo: Halo, line: DeviceLine) -> list[Move]:
 
 
 def extended(arrays: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: int) -> list[jax.Array]:
-    """Extend the arrays of a part by their halos along a dimension, or gather all parts if the halo is gathered."""
+    """Extend the arrays of a part by their halos along an axis.
+
+    If ``halo.is_gathered``, the arrays of all parts are gathered instead.
+    """
     if halo.is_gathered:
         return [line.gathered(array, axis) for array in arrays]
-    # Local tokens are copied into the extended array while the halos travel. An array's halos are sent once the local
-    # tokens of the previous array are copied: the copy takes about as long as an exchange, and exchanges run one at a
-    # time.
+    # Local tokens are copied into the extended array while the halos travel. Exchanges run one at a time, and a copy
+    # takes about as long as an exchange. So the halos of an array are sent after the local tokens of the previous array
+    # have been copied.
     room = halo.before, halo.after, 0
     moves = moves_of(halo, line)
     copied: list[jax.Array] = []
@@ -167,7 +177,7 @@ def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int) -> jax.A
 
 
 def with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move], axis: int) -> jax.Array:
-    """Add the gradients of halos on all devices to the part's local tokens along an axis."""
+    """Send the gradients of halos back, and add them to the gradients of the local tokens that they belong to."""
     for move, slab in zip(moves, slabs, strict=True):
         edge = unknown(move.edge)
         sum_ = move.back(slab) + jax.lax.dynamic_slice_in_dim(own, edge, move.tokens, axis)
@@ -178,13 +188,14 @@ def with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move]
 def unknown(start: Any) -> jax.Array:
     """Hide the start of a slice from XLA's constant folding.
 
-    If a slice of an array is read, changed and written back, XLA updates only the slice if its start is unknown (7
-    microseconds for 8 of 134 MB on an H200), but copies the whole array if it is constant (81 microseconds).
+    Callers read a slice of an array, change it and write it back. If the start of the slice is a constant, XLA copies
+    the whole array: 81 microseconds for 8 of 134 MB on an H200. If the start is unknown, XLA updates only the slice: 7
+    microseconds.
     """
     return jax.lax.optimization_barrier(jnp.asarray(start, jnp.int32))
 
 
-FIRST_TOKEN_AXIS = 1  # after the batch
+FIRST_TOKEN_AXIS = 1  # axis 0 is the batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +204,7 @@ class Exchange:
 
     Attributes:
         halos: Halo of each token dimension.
-        lines: Devices along each token dimension; ``None`` for a dimension that is not split.
+        lines: Line of devices of each token dimension; ``None`` for a dimension that is not split.
     """
 
     halos: Sequence[Halo]
@@ -201,9 +212,10 @@ class Exchange:
 
     @classmethod
     def for_problem(cls, problem: Problem, lines: Sequence[DeviceLine | None]) -> Exchange:
-        """Create the exchange of a call on the global layout.
+        """Create the exchange of a call; ``problem`` has the global layout.
 
-        With two devices, both receive halos of equal length, so that they can swap them in one exchange.
+        If two devices split a dimension, their halos get equal lengths, so that the devices can swap the halos in one
+        exchange.
         """
         halos = halos_of(problem, [1 if line is None else line.parts for line in lines])
         return cls([halo.evened() for halo in halos], lines)
@@ -214,23 +226,23 @@ class Exchange:
         return tuple(halo.parts for halo in self.halos)
 
     def with_halos(self, operands: Operands) -> Operands:
-        """Exchange halos; return a device's operands with all keys that its windows reach, and their origins."""
+        """Exchange halos; return the device's operands with all keys that its windows reach, and with origins."""
         held = key_arrays(operands.inputs)
         extended = dict(zip(held, self.extended([*held.values()]), strict=True))
         return operands.placed(self.origins(), **extended)
 
     def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Extend keys and values to everything that this device's windows reach.
+        """Extend keys and values by all tokens that the windows of this device reach.
 
-        Dimensions are processed in order; each exchange includes the previous extensions, so that corners are exchanged
-        too.
+        The dimensions are exchanged one after another. Each exchange includes the halos of the previous dimensions, so
+        that the corners of the halos are also exchanged.
         """
         for axis, halo, line in self._split_axes():
             arrays = extended(arrays, halo, line, axis)
         return list(arrays)
 
     def returned(self, array: jax.Array) -> jax.Array:
-        """Apply the transpose to an array of extended keys: send halos back to their devices and add them there."""
+        """Apply the transpose of :meth:`extended` to one array: send halos back to their owners and add them there."""
         for axis, halo, line in reversed(self._split_axes()):
             array = returned(array, halo, line, axis)
         return array
@@ -243,7 +255,7 @@ class Exchange:
         ]
 
     def origins(self) -> jax.Array:
-        """Return this device's first query and its first key, including halos, in the global layout."""
+        """Return the positions of this device's first query and first key (including halos) in the global layout."""
         first_keys = [-halo.before for halo in self.halos]
         found = self.origins_of([0] * len(self.halos), first_keys)
         gathered = [line is not None and halo.is_gathered for halo, line in zip(self.halos, self.lines, strict=True)]
@@ -251,7 +263,7 @@ class Exchange:
         return jnp.where(np.array([[False] * 3, [*pad, *gathered]]), 0, found) if any(gathered) else found
 
     def origins_of(self, queries: Sequence[Any], keys: Sequence[Any]) -> jax.Array:
-        """Convert positions of queries and keys from this device's part to the global layout."""
+        """Convert a query position and a key position in this device's part to origins in the global layout."""
         parts = [
             jnp.zeros((), jnp.int32) if line is None else jnp.asarray(line.place, jnp.int32) * halo.part
             for halo, line in zip(self.halos, self.lines, strict=True)
@@ -262,7 +274,7 @@ class Exchange:
 
 
 def with_all_keys(inputs: Inputs, lines: Sequence[DeviceLine | None]) -> Inputs:
-    """Gather the keys and values of all devices for a device's queries."""
+    """Gather the keys and values of all devices along the split token dimensions."""
     held = key_arrays(inputs)
     for i, line in enumerate(lines):
         if line is not None:
@@ -271,10 +283,11 @@ def with_all_keys(inputs: Inputs, lines: Sequence[DeviceLine | None]) -> Inputs:
 
 
 def flat_origins(layout: Sequence[int], lines: Sequence[DeviceLine | None]) -> jax.Array:
-    """Return the origins of a device's queries in the flattened sequence; the keys are the whole sequence.
+    """Return the origins of a device's queries and keys in the flattened sequence, int32 ``[2, 3]``.
 
-    In several dimensions the queries of a part are not contiguous in the sequence, and the origins are 0: such a call
-    has no causal mask, so that positions do not matter.
+    The device has the keys of the whole sequence, so their origin is 0. If the layout has several dimensions, the
+    queries of a device are not contiguous in the sequence. Their origin is then also 0. Such a call has no causal mask,
+    so its result does not depend on positions.
     """
     (line, *others) = lines
     first = 0 if line is None or others else line.place * layout[0]
@@ -288,12 +301,12 @@ _halos_p.multiple_results = True
 
 
 def with_halos(problem: Problem, token_axes: TokenAxes, operands: Operands) -> Operands:
-    """Exchange halos; return a device's operands with all keys that its windows reach, and their origins.
+    """Exchange halos; return the device's operands with all keys that its windows reach, and with origins.
 
     Args:
         problem: Problem of the call on the global layout.
-        token_axes: Manual mesh axes that each token dimension is split over.
-        operands: The operands of the device.
+        token_axes: Manual mesh axes that split each token dimension.
+        operands: Local operands of the device.
     """
     held = key_arrays(operands.inputs)
     arrays = vary_alike([*held.values()])
