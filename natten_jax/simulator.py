@@ -54,8 +54,8 @@ __all__ = [
 #: Largest stride that is tried. Only the placement ``"aligned"``, which no backend uses, can reach this limit.
 _MOST_STRIDES = 1 << 16
 
-#: Dilations that are tried in a dimension: all up to 24, the next 8 divisors of the extent, the largest divisor with
-#: which the window still fits (at most 65536), and the dilation of the problem.
+#: Dilations that are tried in a dimension if the window fits: all up to 24, the next 8 divisors of the extent, and the
+#: largest divisor up to 65536. The dilation of the problem is always tried.
 _SMALLEST_DILATIONS, _DIVISORS = 24, 8
 
 #: Of the strides (or dilations) whose time is within this factor of the best time, the smallest is recommended.
@@ -173,7 +173,7 @@ _Found = TypeVar("_Found", Recommendation, "DilationRecommendation")
 
 
 def _smallest(found: Sequence[_Found]) -> _Found | None:
-    """Return the recommendation with the smallest stride or dilation at nearly the best speed; ``None`` if empty."""
+    """Return the smallest stride or dilation at nearly the best speed; ``None`` if ``found`` is empty."""
     least = min((_cost(each.simulation) for each in found), default=math.inf)
     fast = [each for each in found if _cost(each.simulation) <= _NEARLY_BEST * least]
     return min(fast, key=lambda each: (math.prod(each[0]), _cost(each.simulation)), default=None)
@@ -204,9 +204,9 @@ def recommend_dilation(
     dilation makes the groups smaller, while the number of keys in a window stays the same. If a window covers its whole
     group, no tile needs a mask.
 
-    For each pair of tile shapes, the dilation with the fewest tiles is found in every dimension, and the problem is
-    simulated with these dilations. Simulations whose number of executed operations (or predicted time) is within 2% of
-    the smallest are kept. Of these, the simulation with the smallest dilation is returned.
+    For each pair of tile shapes and in each dimension, the dilation with the fewest visited tiles is found. The problem
+    is simulated with these dilations. Simulations whose number of executed operations (or predicted time) is within 2%
+    of the smallest are kept. Of these, the simulation with the smallest dilation is returned.
 
     Example:
         >>> from natten_jax import simulator

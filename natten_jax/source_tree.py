@@ -1,7 +1,7 @@
 """Support for imports of natten_jax from a clone of the repository instead of an installed package.
 
 Python searches the current directory first. So inside a clone, ``import natten_jax`` imports the clone's files even if
-the package is installed. The native library may be missing from the clone, because ``pip install .`` does not put it
+the package is installed. The native library can be missing from the clone, because ``pip install .`` does not put it
 there. ``flax_modules`` is at the top of the repository instead of inside the package. This module finds the library and
 ``flax_modules``. All Python files come from the clone. An installed library is used only if it was built from the
 clone's ``csrc``.

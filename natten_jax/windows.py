@@ -198,7 +198,8 @@ class Axis:
 
     def dilation_groups(self) -> Iterator[tuple[int, int, int]]:
         """Yield ``(groups, queries, keys)``: how many dilation groups have these numbers of queries and keys."""
-        # If the dilation does not divide an extent, the first `extent % dilation` groups have one token more.
+        # If the dilation does not divide an extent, the first `extent % dilation` groups have one token more than the
+        # other groups.
         extents, d = (self.query_extent, self.kv_extent), self.dilation
         for first, end in itertools.pairwise(sorted({0, d, *[extent % d for extent in extents]})):
             queries, keys = [-(-(extent - first) // d) for extent in extents]
@@ -236,7 +237,7 @@ class Axis:
         )
 
     def reach(self, queries: Index) -> tuple[Index, Index]:
-        """Return the coordinates of the first key that each query sees, and of one past the last key.
+        """Return the coordinates of the first key and of one past the last key that each query sees.
 
         If the dimension wraps, a coordinate beyond one end of the dimension refers to a token at the other end.
         """

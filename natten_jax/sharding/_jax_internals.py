@@ -1,4 +1,4 @@
-"""Wrappers around undocumented parts of JAX, which may change in any release.
+"""Wrappers around undocumented parts of JAX that can change in any release.
 
 ``tests/sharding/test_jax_internals.py`` specifies the behaviour of each function.
 """

@@ -59,12 +59,12 @@ class HeadSplit:
 
     @property
     def takes(self) -> bool:
-        """Return True if key/value heads are not split, although parts of the query heads can read a subset of them."""
+        """Return True if key/value heads are not split, and each part of the query heads can read a subset of them."""
         return self.kv_parts == 1 < min(self.parts, self.heads_kv)
 
     @functools.cached_property
     def needed(self) -> np.ndarray:
-        """Key/value heads that each part of the query heads reads, ``[parts, reads]``.
+        """Key/value heads that each part of the query heads reads, with a row per part.
 
         A *group* is the query heads that share a key/value head. If every part consists of whole groups, or is
         contained in one group, a row lists each key/value head once. Otherwise a row has one entry per query head.
@@ -218,11 +218,13 @@ class Layout:
         return parts
 
     def _contributing(self, role: Role) -> np.ndarray:
-        """Return the device numbers for an array, ``[*leading, heads, contributions, copies, manual]``.
+        """Return the numbers of the devices that use each part of an array.
 
-        Devices along the dimension ``contributions`` hold different queries that use the same part of the array:
+        The shape is ``[*leading, heads, contributions, copies, manual]``. Devices along the dimension ``contributions``
+        hold different queries that use the same part of the array:
 
-        - queries of all heads that share a part of the key/value heads, or of all heads without a head dimension,
+        - queries of all heads that read the same part of the key/value heads if the array has key/value heads,
+        - queries of all heads if the array has no head dimension,
         - queries of all tokens if the array has no token dimensions,
         - queries of all batch entries if these share the array.
         """
@@ -333,14 +335,14 @@ class Partitioned:
 
         @custom_partitioning
         def whole(*_: jax.Array) -> list[jax.Array]:
-            return [jnp.zeros(each.shape, each.dtype) for each in types]  # JAX uses only their types
+            return [jnp.zeros(each.shape, each.dtype) for each in types]  # JAX only uses the types of the results
 
         rule = self._rule(arguments, types)
         whole.def_partition(partition=self._partition, sharding_rule=rule, decode_shardings=False)
         results = lower_for_one(whole, _jax_internals.with_numbered_devices(ctx, self.devices.size), values)
         # The key of the persistent compilation cache includes the callback's name. So the name contains everything that
         # the callback depends on. If the name were an address in memory, another process would not find the program in
-        # the cache. Without a name, it would find the program of another pass.
+        # the cache. Without a name, a process would find the program of another pass.
         platforms = _jax_internals.platforms_of(ctx)
         name = f"natten_jax {__version__} {self.identity} {platforms} {self.devices.tolist()}"
         _jax_internals.name_partitioner_callback(results[0].owner, name)

@@ -122,8 +122,8 @@ def reshaped(array: jax.Array, shape: Sequence[Any], sources: Sequence[int | Non
     Args:
         array: The array.
         shape: New shape of the array.
-        sources: For each new dimension, the index of the old dimension whose mesh axes it keeps. It must be the
-            outermost factor of this old dimension. ``None`` for inner factors, which are not split.
+        sources: For each new dimension, the index of the old dimension whose mesh axes it keeps. The new dimension must
+            be the outermost factor of this old dimension. ``None`` for inner factors, which are not split.
     """
     mesh = mesh_of(array)
     if mesh is None:

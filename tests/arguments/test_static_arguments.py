@@ -273,7 +273,7 @@ X = jnp.zeros((1, 6, 7, 2, 8))
 
 
 def counted() -> tuple[Any, list[Any]]:
-    """Return a cached check, and a list that records the arguments of each call that the cache did not answer."""
+    """Return a cached check, and a list to which each execution of the check appends its argument."""
     asked: list[Any] = []
 
     @checked_once

@@ -1,9 +1,9 @@
 """Halo exchange: devices receive keys and values from their neighbors if token dimensions are split over devices.
 
 Queries are not exchanged. A device receives the keys and values that the windows of its queries reach
-(:mod:`natten_jax.halo`), and runs the pass at the position of its tokens in the global layout. The transpose of the
-exchange sends the gradients of received keys and values back to the devices that own them, and adds the gradients
-there.
+(:mod:`natten_jax.halo`). It then runs the pass at the position of its tokens in the global layout. The transpose of the
+exchange sends the gradients of received keys and values back to the devices that own these tokens. Each device adds the
+gradients that it receives to the gradients of its local tokens.
 
 Inside ``jax.shard_map`` the exchange is one linear operation with a custom transpose. The transpose that JAX derives is
 equivalent, but it copies whole arrays for every slab (the keys of a halo that come from one device).
@@ -89,7 +89,8 @@ class Move(NamedTuple):
 
     Attributes:
         edge: Offset of the slab in the sender's part. It depends on the device if two devices swap their halos.
-        start: Offset of the slab in the receiver's part with halos. It also depends on the device in this case.
+        start: Offset of the slab in the receiver's part with halos. If two devices swap their halos, this offset also
+            depends on the device.
         tokens: Number of tokens in the slab.
         there: Sends an array from senders to receivers.
         back: Sends an array from receivers to senders.
@@ -189,8 +190,8 @@ def unknown(start: Any) -> jax.Array:
     """Hide the start of a slice from XLA's constant folding.
 
     Callers read a slice of an array, change it and write it back. If the start of the slice is a constant, XLA copies
-    the whole array: 81 microseconds for 8 of 134 MB on an H200. If the start is unknown, XLA updates only the slice: 7
-    microseconds.
+    the whole array. If the start is unknown, XLA updates only the slice. For a slice of 8 MB in an array of 134 MB, an
+    H200 needs 81 microseconds with a constant start and 7 microseconds with an unknown start.
     """
     return jax.lax.optimization_barrier(jnp.asarray(start, jnp.int32))
 
