@@ -289,13 +289,15 @@ def load(
             a warning is given if the weights have Hugging Face's names.
 
     Raises:
-        TypeError: ``state_dict`` is not a mapping, a weight is not an array of floats, or ``dilations`` is neither a
-            name nor a sequence.
+        TypeError: ``state_dict`` or ``config`` is not a mapping, a weight is not an array of floats, or ``dilations`` is
+            neither a name nor a sequence.
         ValueError: The weights are not from a NAT, DiNAT or DiNAT_s; ``dilations`` is invalid; ``dilations`` or
             ``config`` contradicts the weights; or ``config`` requires an unsupported feature.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to weights, got {type(state_dict).__name__}")
+    if unnamed := [name for name in state_dict if not isinstance(name, str)]:
+        raise TypeError(f"names of state_dict must be strings, got {unnamed[0]!r}")
     kinds = {name.split(".")[0] for name in state_dict} & {"nat", "dinat"}
     if len(kinds) > 1:
         raise ValueError("names of the checkpoint begin with nat. and with dinat., which are two models")
@@ -305,12 +307,16 @@ def load(
     if config is None:
         config = {} if kind is None else {"model_type": kind}
         if any(".attention.self." in name for name in state_dict):
+            undilated = "; dilations of 1, because names begin with nat." if kind == "nat" else ""
             warnings.warn(
-                "weights from Hugging Face without their config.json: assuming GELU and epsilons of 1e-5",
+                f"weights from Hugging Face without their config.json: assuming GELU and epsilons of 1e-5{undilated}",
                 stacklevel=2,
             )
-    else:
+    elif isinstance(config, Mapping):
         _check_config(config, architecture, kind)
+    else:
+        given = type(config).__name__
+        raise TypeError(f"config must be a mapping, such as config.json or config.to_dict(), got {given}")
     _check_shapes(arrays, architecture)
     layers = _block_dilations(config, dilations, architecture)
     parameters = {name: jnp.asarray(array) for name, array in arrays.items()}
@@ -330,7 +336,8 @@ def _renamed(state_dict: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if name in arrays:
             raise ValueError(f"the checkpoint has {name} twice, as {given} and by another name")
         arrays[name] = _float_array(given, weight)
-    for name in [name for name in arrays if name.endswith(".layer_scale_parameters") and len(arrays[name]) == 2]:
+    scales = [name for name in arrays if name.endswith(".layer_scale_parameters")]
+    for name in [name for name in scales if arrays[name].shape[:1] == (2,)]:
         prefix = name.removesuffix("layer_scale_parameters")
         arrays[f"{prefix}gamma1"], arrays[f"{prefix}gamma2"] = arrays.pop(name)
     for name in [name for name in arrays if ".attn.query." in name]:
@@ -381,11 +388,14 @@ def _check_config(config: Mapping[str, Any], architecture: Architecture, kind: s
         raise refuse("model_type", f"but names of the weights begin with {kind}.")
     if config.get("quantization_config"):
         raise refuse("quantization_config", "but quantized models are not computed here")
-    if config.get("hidden_act", "gelu") not in ACTIVATIONS:
+    if not isinstance(activation := config.get("hidden_act", "gelu"), str) or activation not in ACTIVATIONS:
         raise refuse("hidden_act", f"which must be one of {', '.join(ACTIVATIONS)}")
-    epsilon = config.get("layer_norm_eps", 0.0)
-    if not isinstance(epsilon, int | float) or not 0 <= epsilon < float("inf"):
-        raise refuse("layer_norm_eps", "which must be a number that is not negative")
+    for key in ("layer_norm_eps", "mlp_ratio", "layer_scale_init_value"):
+        number = config.get(key, 0.0)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) < 1e30:
+            raise refuse(key, "which must be a finite number")
+    if config.get("layer_norm_eps", 0.0) < 0:
+        raise refuse("layer_norm_eps", "which must not be negative")
     facts = {
         "patch_size": 4,
         "num_channels": architecture.channels,
@@ -406,6 +416,10 @@ def _check_config(config: Mapping[str, Any], architecture: Architecture, kind: s
     if (config.get("layer_scale_init_value", architecture.layer_scale) > 0) != architecture.layer_scale:
         has = "factors" if architecture.layer_scale else "no factors"
         raise refuse("layer_scale_init_value", f"but the weights have {has} of a layer scale")
+    stages, normalized = config.get("out_features"), architecture.stage_norms
+    is_list = isinstance(stages, list | tuple)
+    if normalized and stages is not None and not (is_list and sorted(map(str, stages)) == sorted(normalized)):
+        raise refuse("out_features", f"but the weights have normalizations of {normalized}")
 
 
 def _block_dilations(
@@ -416,16 +430,19 @@ def _block_dilations(
     Raise an error if ``dilations``, ``config`` and the kind of model disagree.
     """
     kind, depths = config.get("model_type"), architecture.depths
+    ones = tuple((1,) * depth for depth in depths)
     if dilations == "dinat-384" and architecture.kernel_size != 7:
         raise ValueError("dilations 'dinat-384' are those of 7 x 7 windows; published models of 11 x 11 have 'dinat'")
-    if kind == "nat":
-        known = tuple((1,) * depth for depth in depths)
-    elif "dilations" in config:
+    if "dilations" in config:
         stages = config["dilations"]
-        if not isinstance(stages, list) or not all(isinstance(stage, list) for stage in stages):
+        if not isinstance(stages, list | tuple) or not all(isinstance(stage, list | tuple) for stage in stages):
             raise ValueError(f"config.json has dilations {stages!r}, which must be a list for each stage")
         # Like transformers, ignore additional entries at the ends of the lists.
         known = _as_blocks([stage[:depth] for stage, depth in zip(stages, depths, strict=False)], depths)
+        if kind == "nat" and known != ones:
+            raise ValueError(f"config.json has dilations {stages!r}, but those of this nat model are {ones}")
+    elif kind == "nat":
+        known = ones
     elif dilations is None:
         raise ValueError(
             "dilations are not among the weights: name them (nat, dinat or dinat-384; --dilations), or pass a list for "

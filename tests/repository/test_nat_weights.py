@@ -71,6 +71,8 @@ def test_models_without_a_head(example: dict[str, Any]) -> None:
     backbone = {name: array for name, array in headless.items() if not name.startswith("layernorm")}
     norms = {f"hidden_states_norms.stage2.{kind}": headless[f"layernorm.{kind}"] for kind in ("weight", "bias")}
     models = [example["load"](each, (1, 2)) for each in (weights, headless, backbone | norms)]
+    with pytest.raises(ValueError, match=r"config.json has out_features \['stage1'\], but .* \('stage2',\)"):
+        example["load"](backbone | norms, config=DINAT["config"] | {"out_features": ["stage1"]})
     whole, found, bare = (example["features"](model, images) for model in models)
     jax.tree.map(np.testing.assert_array_equal, whole, found)
     logits = found.pooled @ weights["classifier.weight"].T + weights["classifier.bias"]
@@ -103,8 +105,11 @@ def test_nat_has_no_dilation(example: dict[str, Any]) -> None:
     for dilations in (None, (1, 1)):
         with pytest.warns(UserWarning, match=r"without their config.json: assuming GELU"):
             assert example["load"](weights, dilations).dilations == ((1,), (1, 1))
-    with pytest.raises(ValueError, match=r"dilations are \(1, 2\), .* but those of this nat model are"):
-        example["load"](weights, (1, 2))
+    for options in ({"dilations": (1, 2)}, {"config": NAT["config"] | {"dilations": [[1], [1, 2]]}}):
+        with pytest.raises(ValueError, match=r"dilations .*1, 2.*, but those of this nat model are"):
+            example["load"](weights, **options)
+    with pytest.raises(TypeError, match="config must be a mapping"):
+        example["load"](weights, config=[])
 
 
 BLOCK = "dinat.encoder.levels.1.layers.0."
@@ -149,22 +154,21 @@ def test_weights_that_do_not_fit(example: dict[str, Any], name: str, array: np.n
         example["load"]({name: each for name, each in weights.items() if each is not None}, (1, 2))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("model_type", "nat"),
-        ("model_type", "vit"),
-        ("hidden_act", "laplace"),
-        ("layer_norm_eps", "1e-5"),
-        ("quantization_config", {"bits": 8}),
-        ("dilations", [1, 2]),
-        ("kernel_size", 7),
-        ("num_heads", [2, 2]),
-        ("qkv_bias", False),
-        ("mlp_ratio", 3.0),
-        ("layer_scale_init_value", 0.1),
-    ],
-)
+WRONG: dict[str, list[Any]] = {
+    "model_type": ["nat", "vit"],
+    "hidden_act": ["laplace", ["gelu"]],
+    "layer_norm_eps": ["1e-5", True, math.inf],
+    "quantization_config": [{"bits": 8}],
+    "dilations": [[1, 2], "12"],
+    "kernel_size": [7],
+    "num_heads": [[2, 2]],
+    "qkv_bias": [False],
+    "mlp_ratio": [3.0, None, math.inf],
+    "layer_scale_init_value": [0.1, None, math.nan],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 def test_configurations_that_do_not_fit(example: dict[str, Any], key: str, value: Any) -> None:
     weights = arrays_of(DINAT["shapes"])
     with pytest.raises(ValueError, match=rf"config.json has {key} {re.escape(repr(value))}, "):
