@@ -289,8 +289,8 @@ def load(
             a warning is given if the weights have Hugging Face's names.
 
     Raises:
-        TypeError: ``state_dict`` or ``config`` is not a mapping, a weight is not an array of floats, or ``dilations`` is
-            neither a name nor a sequence.
+        TypeError: ``state_dict`` or ``config`` is not a mapping, a weight is not an array of floats, or ``dilations``
+            is neither a name nor a sequence.
         ValueError: The weights are not from a NAT, DiNAT or DiNAT_s; ``dilations`` is invalid; ``dilations`` or
             ``config`` contradicts the weights; or ``config`` requires an unsupported feature.
     """

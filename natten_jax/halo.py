@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from natten_jax.arguments.names import check_types
+from natten_jax.arguments.static import int_tuple
 from natten_jax.problem import Problem
 from natten_jax.windows import Axis
 
@@ -144,6 +146,7 @@ class SeenSlab(NamedTuple):
         return part - self.queries, part + self.distance
 
 
+@check_types
 @functools.lru_cache(maxsize=1024)
 def halo_of(axis: Axis, parts: int) -> Halo:
     """Compute the halo of a token dimension that is split into equal parts.
@@ -180,6 +183,7 @@ def halo_of(axis: Axis, parts: int) -> Halo:
     return Halo(extent, parts, max(before, 0), max(after, 0), axis.edges == "wrap")
 
 
+@check_types
 def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
     """Compute the halos of all token dimensions, given the number of parts of each dimension.
 
@@ -189,7 +193,7 @@ def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
         >>> [halo.before for halo in halos_of(simulator.problem_of((64, 80), 24), (1, 2))]
         [0, 12]
     """
-    return tuple(halo_of(axis, each) for axis, each in zip(problem.axes, parts, strict=True))
+    return tuple(map(halo_of, problem.axes, int_tuple("parts", parts, problem.rank, repeat=False)))
 
 
 def travel_order(halos: Sequence[Halo]) -> list[int]:

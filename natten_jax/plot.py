@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from natten_jax.arguments.names import reject_unknown_kwargs
-from natten_jax.arguments.static import Bools, Ints, python_int, shown
+from natten_jax.arguments.static import Bools, Ints, int_tuple, python_int, shown
 from natten_jax.problem import problem_of
 from natten_jax.windows import Axis, Edges, WindowArguments
 
@@ -176,10 +176,11 @@ def plot_windows(
         TypeError: An argument is of the wrong type.
         ImportError: Matplotlib is not installed.
     """
-    (axis,) = problem_of((extent,), kernel_size, stride, dilation, is_causal, edges=edges).axes
+    layout = int_tuple("extent", extent, 1)
+    (axis,) = problem_of(layout, kernel_size, stride, dilation, is_causal, edges=edges).axes
     seen = axis_mask(axis)
     ax = _draw_cells(ax, seen, np.ones_like(seen))
-    itself = np.arange(extent)
+    itself = np.arange(*layout)
     ax.add_patch(_cells(np.stack([itself, itself], axis=1), "none", edge=_QUERY))
     ax.set_xlabel("keys", fontsize="medium")
     ax.set_ylabel("queries", fontsize="medium")
@@ -234,6 +235,8 @@ def _draw_cells(ax: Axes | None, seen: np.ndarray, is_there: np.ndarray) -> Axes
         except ImportError:
             raise ImportError("pictures need Matplotlib: pip install matplotlib") from None
         _, ax = plt.subplots(figsize=(max(2.0, 0.25 * width), max(1.0, 0.25 * height) + 0.4), layout="constrained")
+    elif not hasattr(ax, "add_patch"):
+        raise TypeError(f"ax must be one pair of Matplotlib axes or None, got {shown(ax)}")
     for color, places in ((_UNSEEN, is_there & ~seen), (_SEEN, seen)):
         ax.add_patch(_cells(np.argwhere(places), color))
     ax.set_xlim(-0.6, width - 0.4)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from natten_jax.arguments.arrays import scale_or_default
-from natten_jax.arguments.names import reject_unknown_kwargs
-from natten_jax.arguments.static import Bools, Ints, int_tuple
+from natten_jax.arguments.names import check_types, reject_unknown_kwargs
+from natten_jax.arguments.static import Bools, Ints, int_tuple, layout_tuple
 from natten_jax.element_types import ELEMENT_TYPES, SUPPORTED_DTYPES, ElementType
 from natten_jax.windows import Axis as Axis  # re-exported: the type of a public field
 from natten_jax.windows import Edge, Edges, WindowArguments, describe_axes
@@ -197,6 +197,7 @@ class Problem:
 
 
 @reject_unknown_kwargs()
+@check_types
 def problem_of(
     layout: Sequence[int],
     kernel_size: Ints | None = None,
@@ -248,9 +249,8 @@ def problem_of(
         ValueError: A value breaks a rule of the operators.
         TypeError: An argument is of the wrong type.
     """
-    rank = len(layout) if isinstance(layout, Sized) else 1
-    tokens = int_tuple("layout", layout, rank, repeat=False)
-    kv_tokens = tokens if kv_layout is None else int_tuple("kv_layout", kv_layout, rank, repeat=False)
+    tokens = layout_tuple("layout", layout)
+    kv_tokens = tokens if kv_layout is None else int_tuple("kv_layout", kv_layout, len(tokens), repeat=False)
     return Problem(
         operator=operator,
         batch=batch,

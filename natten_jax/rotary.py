@@ -7,13 +7,14 @@ token dimension has its own feature pairs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from natten_jax.arguments.static import int_tuple, shown
+from natten_jax.arguments.arrays import checked_scale
+from natten_jax.arguments.static import int_tuple, layout_tuple, shown
 from natten_jax.ops.canonicalize import ArrayLike, as_jax_array
 
 __all__ = ["apply_rotary", "rotary_angles"]
@@ -55,19 +56,20 @@ def rotary_angles(
         ValueError: The value of an argument is not supported.
         TypeError: An argument is of the wrong type.
     """
-    extents = int_tuple("layout", layout, len(layout), repeat=False)
+    extents = layout_tuple("layout", layout)
     (width,) = int_tuple("head_dim", head_dim, 1)
     shares = _shares(features, width, len(extents))
-    if not np.isfinite(theta) or theta <= 0:
+    base = checked_scale(theta, name="theta")
+    if base is None or base <= 0:
         raise ValueError(f"theta must be finite and above 0, got {shown(theta)}")
-    if positions is not None and len(positions) != len(extents):
-        raise ValueError(f"positions must have {len(extents)} arrays, one per token dimension, got {len(positions)}")
+    if positions is not None and (not isinstance(positions, Sized) or len(positions) != len(extents)):
+        raise ValueError(f"positions must have {len(extents)} arrays, one per token dimension, got {shown(positions)}")
     angles = []
     for dimension, (extent, share) in enumerate(zip(extents, shares, strict=True)):
         at = jnp.arange(extent) if positions is None else as_jax_array(f"positions[{dimension}]", positions[dimension])
         if at.shape != (extent,):
             raise ValueError(f"positions[{dimension}] has shape {at.shape}, but layout {extents} requires ({extent},)")
-        frequencies = theta ** (-np.arange(0, share, 2) / max(share, 1))
+        frequencies = base ** (-np.arange(0, share, 2) / max(share, 1))
         line = at.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None]
         shape = [1] * len(extents)
         shape[dimension] = extent

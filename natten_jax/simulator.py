@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+from natten_jax.arguments.names import check_types, checked_pair
 from natten_jax.cost_model.calibration import Calibration, Kernel, calibration_for
 from natten_jax.cost_model.halos import Link, SplitTime, link_between, predict_split
 from natten_jax.cost_model.simulation import Simulation, predict, rank, simulate
-from natten_jax.cost_model.tiles import Placement, TileCounts, check_tiles, classified_tiles, count_tiles
+from natten_jax.cost_model.tiles import Placement, TileCounts, classified_tiles, count_tiles
 from natten_jax.performance import TilePair
 from natten_jax.problem import Problem, Shape, problem_of
 from natten_jax.windows import Axis
@@ -74,6 +75,7 @@ class Recommendation(NamedTuple):
     simulation: Simulation
 
 
+@check_types
 def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Placement = "anchored") -> Shape | None:
     """Return the smallest stride, per dimension, that makes the forward mask fully block-sparse for a pair of tiles.
 
@@ -90,9 +92,8 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
     Raises:
         ValueError: :func:`count_tiles` rejects the tiles or the placement, or there are too many strides to try.
     """
-    check_tiles(problem, pair, placement, "forward")
     strides = []
-    for axis, q_tile, kv_tile in zip(problem.axes, *pair, strict=True):
+    for axis, q_tile, kv_tile in zip(problem.axes, *checked_pair(pair, problem.rank), strict=True):
         largest = _largest_stride_to_try(axis, q_tile, kv_tile, placement)
         if largest > _MOST_STRIDES:
             raise ValueError(f"{largest} strides are too many to try for a window of {axis.kernel_size} tokens")
@@ -123,9 +124,10 @@ def _largest_stride_to_try(axis: Axis, q_tile: int, kv_tile: int, placement: Pla
     return axis.kernel_size if placement == "aligned" else min(axis.kernel_size, q_tile)
 
 
+@check_types
 def recommend_stride(
     problem: Problem,
-    pairs: Sequence[TilePair],
+    pairs: Iterable[TilePair],
     *,
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
@@ -154,13 +156,11 @@ def recommend_stride(
     found = []
     for pair in pairs:
         stride = least_block_sparse_stride(problem, pair, placement=placement)
-        if stride is None:
-            continue
-        strided = problem.with_axes(stride=stride)
-        simulation = simulate(strided, pair, calibration=calibration, placement=placement)
-        if simulation.counts.is_fully_block_sparse:
-            found.append(Recommendation(stride, simulation))
-
+        if stride is not None:
+            strided = problem.with_axes(stride=stride)
+            simulation = simulate(strided, pair, calibration=calibration, placement=placement)
+            if simulation.counts.is_fully_block_sparse:
+                found.append(Recommendation(stride, simulation))
     return _smallest(found)
 
 
@@ -191,9 +191,10 @@ class DilationRecommendation(NamedTuple):
     simulation: Simulation
 
 
+@check_types
 def recommend_dilation(
     problem: Problem,
-    pairs: Sequence[TilePair],
+    pairs: Iterable[TilePair],
     *,
     calibration: Calibration | None = None,
     placement: Placement = "anchored",
@@ -226,10 +227,9 @@ def recommend_dilation(
     Raises:
         ValueError: :func:`count_tiles` rejects the tiles or the placement.
     """
-
     own = [simulate(problem, pair, calibration=calibration, placement=placement) for pair in pairs]
     found = []
-    for pair in pairs:
+    for pair in (each.pair for each in own):
         tiles = zip(problem.axes, *pair, strict=True)
         dilation = tuple(_dilation_with_fewest_tiles(*each, placement) for each in tiles)
         dilated = problem.with_axes(dilation=dilation)

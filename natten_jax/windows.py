@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from natten_jax.arguments.static import Bools, Ints, bool_tuple, choice_tuple, int_tuple
+from natten_jax.arguments.static import Bools, Ints, bool_tuple, choice_tuple, int_tuple, layout_tuple
 
 Index = Any  # int, numpy.ndarray or jax.Array: the arithmetic below works for all three
 
@@ -271,7 +271,7 @@ def fitted(kernel_size: Ints, layout: Sequence[int], dilation: Ints = 1) -> tupl
         ValueError: A number is out of range, or an argument does not have one value per dimension.
         TypeError: An argument contains a value that is not an int.
     """
-    extents = int_tuple("layout", tuple(layout), len(layout))
+    extents = layout_tuple("layout", layout)
     sizes = int_tuple("kernel_size", kernel_size, len(extents), words=_WORDS)
     steps = int_tuple("dilation", dilation, len(extents))
     most = [max(extent // step, 1) for extent, step in zip(extents, steps, strict=True)]

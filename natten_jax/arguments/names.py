@@ -1,6 +1,6 @@
-"""Error messages for unknown keyword arguments.
+"""Error messages for unknown keyword arguments and for arguments of wrong types.
 
-They suggest the intended argument. This also works for argument names of NATTEN and other libraries.
+For an unknown argument, they suggest the intended one, also for argument names of NATTEN and other libraries.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import starmap, zip_longest
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from natten_jax.arguments.static import shown
+from natten_jax.arguments.static import int_tuple, shown
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -89,6 +90,57 @@ def reject_unknown_kwargs(
         return cast(Function, call)
 
     return decorate
+
+
+#: Annotations of arguments that functions convert: also arrays, lists and other kinds of numbers are accepted.
+_UNCHECKED = (Any, bool, float, tuple, Sequence)
+
+
+def check_types(function: Function) -> Function:
+    """Decorate a function or a method so that it checks arguments against annotations before the call.
+
+    Annotations that are checked: a class, ``int``, ``Literal`` and ``Iterable``, each optionally with ``| None``. An
+    argument with another annotation is passed on unchecked. An ``int`` argument is converted to a Python int of at
+    least 1, or of at least 0 if its default is 0.
+    """
+    parameters = inspect.signature(function).parameters
+    hints = functools.cache(lambda: get_type_hints(inspect.unwrap(function)))  # read once all names are defined
+
+    def checked(name: str, value: Any) -> Any:
+        hint = hints().get(name)
+        kind, *others = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if others and (value is None or others != [NoneType]):
+            return value
+        origin = get_origin(kind) or kind
+        if origin is int:
+            return int_tuple(name, value, 1, least=int(parameters[name].default != 0))[0]
+        if origin is Literal and not (isinstance(value, str) and value in get_args(kind)):
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {shown(value)}")
+        if isinstance(origin, type) and origin not in _UNCHECKED and not isinstance(value, origin):
+            raise TypeError(f"{name} must be of type {origin.__name__}, got {shown(value)}")
+        return value
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = starmap(checked, zip_longest([*parameters][: len(args)], args))
+        return function(*given, **{name: checked(name, value) for name, value in kwargs.items()})
+
+    return cast(Function, call)
+
+
+def checked_pair(pair: Any, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Convert a query tile and a key/value tile, of ``rank`` token dimensions, to tuples of ints.
+
+    Raises:
+        ValueError: There are not two tiles, or a tile does not have one positive extent per token dimension.
+        TypeError: A tile is not a sequence of ints.
+    """
+    try:
+        q_tile, kv_tile = pair
+    except (TypeError, ValueError):  # not iterable, or not two elements
+        raise ValueError(f"pair must be a query tile and a key/value tile, got {shown(pair)}") from None
+    q_extents = int_tuple("the query tile of pair", q_tile, rank, repeat=False)
+    return q_extents, int_tuple("the key/value tile of pair", kv_tile, rank, repeat=False)
 
 
 def without_neutral(

@@ -110,6 +110,12 @@ def int_tuple(
     return values
 
 
+def layout_tuple(name: str, value: Any) -> tuple[int, ...]:
+    """Convert one or more extents of a layout to Python ints; raise the errors of :func:`int_tuple`."""
+    has_length = isinstance(value, Sized) and getattr(value, "shape", None) != ()
+    return int_tuple(name, value, max(len(value), 1) if has_length else 1, repeat=False)
+
+
 def bool_tuple(name: str, value: Any, rank: int) -> tuple[bool, ...]:
     """Convert ``value`` to a tuple of ``rank`` Python bools; a single bool is repeated ``rank`` times.
 
@@ -156,21 +162,16 @@ def _suggestion(word: str, choices: Sequence[str]) -> str:
     return f": did you mean {by_word[near[0]]!r}?" if near else ""
 
 
-def one_bool(name: str, value: Any) -> bool:
-    """Convert a Python or NumPy bool, or a zero-dimensional bool array, to a Python bool."""
+def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
+    """Convert a Python or NumPy bool, or a zero-dimensional bool array, to a Python bool.
+
+    ``or_none`` adds ``None`` to the error message.
+    """
     check_static(name, value)
     found = _python_bool(value)
     if found is None:
-        raise TypeError(f"{name} must be a bool, got {_with_dtype(value)}")
+        raise TypeError(f"{name} must be {'None or ' if or_none else ''}a bool, got {_with_dtype(value)}")
     return found
-
-
-def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
-    """Convert a Python or NumPy bool to a Python bool. ``or_none``: the error message also lists ``None``."""
-    check_static(name, value)
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be {'None or ' if or_none else ''}a bool, got {shown(value)}")
-    return bool(value)
 
 
 def hashable(value: Any) -> Any:

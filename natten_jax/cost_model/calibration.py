@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from natten_jax.arguments.static import int_tuple
+from natten_jax.arguments.names import check_types, checked_pair
 from natten_jax.native.module import continues
 from natten_jax.performance import Pass, TilePair, outer_and_inner
-from natten_jax.plan.devices import ComputeCapability
+from natten_jax.plan.devices import CapabilityLike, ComputeCapability, compute_capability_of
 from natten_jax.problem import Problem
 
 _FOLDER = Path(__file__).with_name("calibrations")
@@ -110,17 +110,21 @@ class Calibration:
     limits: Sequence[str] = ()
     is_measured: bool = True
 
+    @check_types
     def merges(self, problem: Problem) -> bool:
         """Return True if the forward kernels can merge their results into results of earlier calls over other keys."""
         return any(continues(name, problem) for name in self.limits)
 
+    @check_types
     def launch_of(self, pass_: Pass) -> float:
         """Return the fixed overhead of a pass in seconds."""
         return self.launch if pass_ == "forward" or self.backward_launch is None else self.backward_launch
 
+    @check_types
     def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:
         """Return the smallest calibrated kernel that supports the heads, tiles and element type, or ``None``."""
-        size = max(problem.head_dim, problem.head_dim_v), *map(math.prod, outer_and_inner(pair, pass_))
+        tiles = outer_and_inner(checked_pair(pair, problem.rank), pass_)
+        size = max(problem.head_dim, problem.head_dim_v), *map(math.prod, tiles)
         able = [each for each in self.kernels.get(pass_, ()) if problem.dtype in (each.dtypes or self.dtypes)]
         fitting = [each for each in able if all(map(operator.le, size, each.size))]
         return min(fitting, key=lambda each: each.size, default=None)
@@ -132,13 +136,14 @@ class Calibration:
             return np.ceil(rounds)
         return np.where(rounds < self.counted_rounds, np.ceil(rounds), rounds + self.tail)
 
+    @check_types
     def clocked(self, busy: Any, kernel: Kernel) -> Any:
         """Return the seconds that work takes at the actual clock, if it takes ``busy`` seconds at the full clock."""
         return busy * (1 + self.slowdown * kernel.power * busy / (busy + self.onset))
 
 
-@functools.cache
-def calibration_for(family: str, compute_capability: ComputeCapability | None = None) -> Calibration | None:
+@check_types
+def calibration_for(family: str, compute_capability: CapabilityLike | None = None) -> Calibration | None:
     """Return the time model of a backend family.
 
     Example:
@@ -148,23 +153,27 @@ def calibration_for(family: str, compute_capability: ComputeCapability | None = 
 
     Args:
         family: ``"hopper"``, ...
-        compute_capability: Compute capability of the device whose times are predicted. ``None`` selects any calibrated
-            device of the family, which is accurate enough to rank tiles.
+        compute_capability: Compute capability of the device whose times are predicted, as ``(9, 0)``, ``"9.0"`` or
+            ``9.0``. ``None`` selects any calibrated device of the family, which is accurate enough to rank tiles.
 
     Returns:
         The model, or ``None`` if there is no file for this family and compute capability.
 
     Raises:
-        ValueError: ``family`` is not the name of a calibrated family, but is similar to one.
-        TypeError: ``compute_capability`` is not a pair of ints.
+        ValueError: ``family`` is not the name of a calibrated family, but is similar to one; or ``compute_capability``
+            is invalid.
+        TypeError: An argument is of the wrong type.
     """
+    return _calibration(family, None if compute_capability is None else compute_capability_of(compute_capability))
+
+
+@functools.cache
+def _calibration(family: str, compute_capability: ComputeCapability | None) -> Calibration | None:
     calibrated = sorted({file.stem.split("-")[0] for file in _FOLDER.glob("*.json")})
     if family not in calibrated and (near := difflib.get_close_matches(family.lower(), calibrated, 1)):
         raise ValueError(f"family must be one of {', '.join(calibrated)}, got {family!r}: did you mean {near[0]!r}?")
-    version = "*"
-    if compute_capability is not None:
-        version = "{}.{}".format(*int_tuple("compute_capability", compute_capability, 2, repeat=False, least=0))
-    file = min(_FOLDER.glob(f"{family}-{version}.json"), default=None)
+    prefix = f"{family}-" if compute_capability is None else "{}-{}.{}".format(family, *compute_capability)
+    file = min((each for each in _FOLDER.glob("*.json") if each.stem.startswith(prefix)), default=None)
     if file is None:
         return None
     model: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

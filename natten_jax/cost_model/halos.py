@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from natten_jax.arguments.names import check_types
 from natten_jax.cost_model import small_windows
 from natten_jax.cost_model.calibration import Calibration, calibration_for
 from natten_jax.cost_model.simulation import predict
@@ -80,6 +81,7 @@ _PAIRS = 64
 _CLEARLY_FASTER = 0.95
 
 
+@check_types
 def link_between(devices: int) -> Link:
     """Return the slowest link among ``devices`` devices, if each host has eight devices.
 
@@ -203,6 +205,7 @@ class SplitTime:
         return self.compute + self.exposed
 
 
+@check_types
 def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) -> SplitTime | None:
     """Predict the time of a pass whose token dimensions are sharded over devices.
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from natten_jax.arguments.names import check_types, checked_pair
 from natten_jax.cost_model import small_windows
 from natten_jax.cost_model.calibration import Calibration, Kernel
 from natten_jax.cost_model.tiles import (
@@ -48,6 +49,7 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem, Shape
 
 
+@check_types
 def predict(problem: Problem, tiles: TimedTiles, pass_: Pass, kernel: Kernel, calibration: Calibration) -> Any:
     """Predict the seconds that a pass takes.
 
@@ -127,6 +129,7 @@ class Simulation:
         return least_bytes(self.problem, self.pass_)
 
 
+@check_types
 def simulate(
     problem: Problem,
     pair: TilePair,
@@ -154,7 +157,7 @@ def simulate(
     Raises:
         ValueError: A tile or the placement is invalid, or a dimension has more than ``2**20`` tiles.
     """
-    kernel = seconds = None
+    pair, kernel, seconds = checked_pair(pair, problem.rank), None, None
     if calibration is not None and small_windows.is_for(calibration, problem, pass_, pair):
         seconds = small_windows.seconds(calibration, problem, pass_, pair)  # no other kernels support these tiles
     elif calibration is not None:
@@ -169,6 +172,7 @@ def simulate(
     return Simulation(problem, pass_, pair, placement, counts, executed, loaded, seconds)
 
 
+@check_types
 def rank(
     problem: Problem, pairs: Iterable[TilePair], pass_: Pass, calibration: Calibration | None
 ) -> list[tuple[TilePair, float]]:
@@ -199,7 +203,7 @@ def rank(
     # pairs, so one call counts all inner tile shapes for an outer tile shape.
     outer_side, inner_side = (0, 1) if pass_ == "forward" else (1, 0)
     by_size: dict[tuple[int, int], dict[Shape, list[TilePair]]] = collections.defaultdict(dict)
-    for pair in pairs:
+    for pair in (checked_pair(each, problem.rank) for each in pairs):
         same_size = by_size[math.prod(pair[0]), math.prod(pair[1])]
         same_size.setdefault(pair[outer_side], []).append(pair)
     timed: list[tuple[TilePair, float]] = []

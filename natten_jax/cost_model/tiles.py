@@ -37,19 +37,19 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from natten_jax.arguments.names import check_types, checked_pair
 from natten_jax.cost_model.calibration import Kernel
 from natten_jax.element_types import ELEMENT_TYPES
-from natten_jax.performance import PASSES, Pass, TilePair, outer_and_inner
+from natten_jax.performance import Pass, TilePair, outer_and_inner
 from natten_jax.problem import Problem, Shape
 from natten_jax.windows import Axis
 
 Placement = Literal["anchored", "aligned"]
-_PLACEMENTS = ("anchored", "aligned")
 
 #: Maximum number of tiles along a dimension. Dimensions with more tiles are rejected.
 MOST_TILES = 1 << 20
@@ -79,10 +79,7 @@ def check_countable(tokens: int, tile: int) -> None:
     """
     tiles = -(-tokens // tile)
     if tiles > MOST_TILES:
-        raise ValueError(
-            f"a dimension of {tokens} tokens has {tiles} tiles of {tile} tokens, which are too many to simulate: "
-            f"at most 2**20"
-        )
+        raise ValueError(f"{tokens} tokens have {tiles} tiles of {tile}, which are too many to simulate: at most 2**20")
 
 
 def has_longer_groups(problem: Problem, tokens: int) -> bool:
@@ -480,6 +477,7 @@ class TileCounts:
         return 1 - self.visible_pairs / self.executed_pairs
 
 
+@check_types
 def count_tiles(
     problem: Problem,
     pair: TilePair,
@@ -510,8 +508,7 @@ def count_tiles(
         ValueError: A tile does not have one positive extent per dimension, ``placement`` is unknown, or a dimension has
             more than ``2**20`` tiles.
     """
-    check_tiles(problem, pair, placement, pass_)
-    outer_tile, inner_tile = outer_and_inner(pair, pass_)
+    outer_tile, inner_tile = outer_and_inner(checked_pair(pair, problem.rank), pass_)
     kernel = kernel or Kernel(0, math.prod(outer_tile), math.prod(inner_tile), 0.0, 0.0, 0.0)
     parts = part_counts(problem, outer_tile, (inner_tile,), placement, pass_, kernel)
     counts = {name: int(np.ravel(each)[0]) for name, each in parts._asdict().items()}
@@ -523,24 +520,6 @@ def count_tiles(
         visited_pairs=counts["inner"] * tile_pairs,
         executed_pairs=counts["seen_parts"] * tile_pairs // kernel.row_groups,
     )
-
-
-def check_tiles(problem: Problem, pair: TilePair, placement: Placement, pass_: Pass) -> None:
-    """Reject invalid tiles, placements and passes.
-
-    Raises:
-        ValueError: A tile does not have one positive extent per dimension, or ``placement`` or ``pass_`` is unknown.
-    """
-    for name, given, known in (("placement", placement, _PLACEMENTS), ("pass_", pass_, PASSES)):
-        if given not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
-    if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise ValueError(f"tiles must be a pair, a query tile and a key/value tile, got {pair!r}")
-    for name, tile in zip(("query", "key/value"), pair, strict=True):
-        if not isinstance(tile, Sequence) or len(tile) != problem.rank or min(tile) < 1:
-            raise ValueError(
-                f"the {name} tile must have {problem.rank} positive extent(s), one per token dimension, got {tile}"
-            )
 
 
 def tile_pairs_of_sizes(q_size: int, kv_size: int, rank: int) -> Iterator[TilePair]:

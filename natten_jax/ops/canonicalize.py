@@ -146,7 +146,7 @@ def attention_problem(
             "key and value must have the same sequence length"
         )
     layout = _layout_of_box(query, key) if is_box else query.shape[1:2]
-    axes = WindowArguments(is_causal=static.one_bool("is_causal", is_causal)).axes(layout, key.shape[1:2])
+    axes = WindowArguments(is_causal=static.flag("is_causal", is_causal)).axes(layout, key.shape[1:2])
     return _problem("fmha", axes, query, key, value, scale)
 
 

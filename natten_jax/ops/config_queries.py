@@ -15,24 +15,21 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from natten_jax import backends
-from natten_jax.arguments.names import unexpected
-from natten_jax.arguments.static import Bools, Ints, shown
+from natten_jax.arguments.names import check_types, unexpected
+from natten_jax.arguments.static import Bools, Ints
 from natten_jax.arrays.operands import Inputs
 from natten_jax.backends.base import Backend
 from natten_jax.backends.select import resolve
 from natten_jax.ops.canonicalize import attention_problem, neighborhood_problem
 from natten_jax.performance import PASSES, Pass
-from natten_jax.plan.devices import Device, NoDeviceError, compute_capability_of, default_device
+from natten_jax.plan.devices import CapabilityLike, Device, NoDeviceError, compute_capability_of, default_device
 from natten_jax.plan.plan import BackendId, Request, tile_arguments
 from natten_jax.problem import OPERATORS, Operator, Problem
 from natten_jax.windows import Edges, WindowArguments
-
-CapabilityLike = str | float | Sequence[int]
-
 
 #: A function that returns a list of pairs ``(query tile, key/value tile)``, the recommended pair first. Tiles are
 #: shapes for neighborhood attention and sizes for attention. If the backend has kernel schedules, each item of the list
@@ -40,6 +37,7 @@ CapabilityLike = str | float | Sequence[int]
 ConfigQuery = Callable[..., list[tuple[Any, Any]]]
 
 
+@check_types
 def configs(
     query: Any,
     key: Any = None,
@@ -91,8 +89,6 @@ def configs(
             ``pass_`` or ``compute_capability`` is not allowed.
         TypeError: An argument is of the wrong type.
     """
-    if not isinstance(pass_, str) or pass_ not in PASSES:
-        raise ValueError(f"pass_ must be one of {', '.join(map(repr, PASSES))}, got {shown(pass_)}")
     operator: Operator = "fmha" if kernel_size is None else "fna"
     if backend is not None:
         backends.find(backend, operator)

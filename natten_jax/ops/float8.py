@@ -8,13 +8,14 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from natten_jax.arguments.names import check_types
 from natten_jax.arguments.static import Ints, array_of, flag, int_tuple, shown
 from natten_jax.arrays.boxes import without_padding
 from natten_jax.arrays.operands import Inputs, Output
@@ -47,6 +48,7 @@ class Quantized(NamedTuple):
     mean: jax.Array | None = None
 
 
+@check_types
 def quantize(
     array: ArrayLike,
     dtype: str = "e4m3",
@@ -99,8 +101,6 @@ def quantize(
             f"array has shape {array.shape} and dtype {array.dtype.name}, but floats "
             "[batch, *layout, heads, head_dim] are expected"
         )
-    if not isinstance(scale, str) or scale not in get_args(Granularity):
-        raise ValueError(f"scale must be one of {', '.join(get_args(Granularity))}, got {shown(scale)}")
     if block_shape is not None and scale != "block":
         raise ValueError(f'block_shape={shown(block_shape)} is for scale="block", but scale is {scale!r}')
     rank = array.ndim - 3

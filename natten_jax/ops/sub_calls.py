@@ -15,7 +15,7 @@ import numpy as np
 from natten_jax import backends
 from natten_jax.arguments.arrays import checked_scale
 from natten_jax.arguments.names import NEUTRAL_OPERATOR_ARGUMENTS, check_neutral, explanation
-from natten_jax.arguments.static import array_of, flag, hashable, one_bool, shown
+from natten_jax.arguments.static import array_of, flag, hashable, shown
 from natten_jax.arrays.operands import Inputs, Operands, Output, Role, key_arrays, roles_of_fields
 from natten_jax.execution import custom_vjp
 from natten_jax.ops.canonicalize import TokenOffsets
@@ -62,7 +62,7 @@ def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others:
         if backend is not None:
             backends.find(backend, "fmha")
         attention_performance(arguments)
-        one_bool("is_causal", attention_kwargs.get("is_causal", False))
+        flag("is_causal", attention_kwargs.get("is_causal", False))
         flag("return_lse", attention_kwargs.get("return_lse", False))
         if not isinstance(scale, (jax.Array, np.ndarray)):
             checked_scale(scale)

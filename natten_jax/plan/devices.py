@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ import numpy as np
 from natten_jax.arguments.static import hashable, python_int, shown
 
 ComputeCapability = tuple[int, int]
+#: A compute capability as users write it: ``"9.0"``, ``9.0`` or ``(9, 0)``.
+CapabilityLike = str | float | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +57,6 @@ CPU = Device("cpu")
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 
 
-def parse_compute_capability(text: str) -> ComputeCapability:
-    """Parse a compute capability: ``"9.0"`` becomes ``(9, 0)``.
-
-    Raises:
-        ValueError: The text does not have the form ``"9.0"``.
-    """
-    match = re.fullmatch(r"([1-9][0-9]?)\.([0-9])", text)
-    if match is None:
-        raise ValueError(_refusal(text))
-    return int(match[1]), int(match[2])
-
-
 def compute_capability_of(argument: Any) -> ComputeCapability:
     """Convert ``"9.0"``, ``(9, 0)``, ``[9, 0]`` or ``9.0`` to ``(9, 0)``.
 
@@ -74,27 +64,17 @@ def compute_capability_of(argument: Any) -> ComputeCapability:
         ValueError: The argument is not a compute capability (for example 8.65), or is ambiguous (``"90"``).
         TypeError: The argument has an unsupported type, for example int.
     """
-    if isinstance(argument, str):
-        return parse_compute_capability(argument)
-    if isinstance(argument, (float, np.floating)):
-        try:
-            return parse_compute_capability(str(argument))  # `str` returns the shortest text that has this value
-        except ValueError:
-            raise ValueError(_refusal(argument)) from None
-    parts = hashable(argument)
-    numbers = list(map(python_int, parts)) if isinstance(parts, tuple) else [None]
-    values = [number for number in numbers if number is not None]
-    if len(values) < len(numbers):
-        raise TypeError(_refusal(argument))
-    if len(values) != 2 or values[0] not in range(1, 100) or values[1] not in range(10):
-        raise ValueError(_refusal(argument))
-    return values[0], values[1]
-
-
-def _refusal(argument: Any) -> str:
-    return (
-        f'compute_capability must be None or the major and minor number, as in "9.0" or (9, 0), got {shown(argument)}'
-    )
+    rule = 'compute_capability must be None or the major and minor number, as in "9.0" or (9, 0)'
+    parts: Any = hashable(argument)
+    if isinstance(argument, (str, float, np.floating)):  # of a float, the shortest text with this value
+        parts = tuple(map(int, str(argument).split("."))) if re.fullmatch(r"[1-9][0-9]?\.[0-9]", str(argument)) else ()
+    numbers = [python_int(each) for each in parts] if isinstance(parts, tuple) else [None]
+    if None in numbers:
+        raise TypeError(f"{rule}, got {shown(argument)}")
+    match numbers:
+        case [int(major), int(minor)] if 1 <= major < 100 and 0 <= minor < 10:
+            return major, minor
+    raise ValueError(f"{rule}, got {shown(argument)}")
 
 
 def default_jax_device() -> jax.Device:
@@ -148,13 +128,9 @@ def lowering_targets() -> Mapping[str, Device]:
     can also be exported for devices that this process does not have. For such devices, only
     the platform is known.
     """
-    try:
-        first = default_device().platform
-    except NoDeviceError:
-        first = CPU.platform
     return {
         platform: lowering_target(platform) if platform == "cuda" else Device(platform)
-        for platform in dict.fromkeys((first, *PLATFORMS))
+        for platform in dict.fromkeys((local_devices()[0].platform, *PLATFORMS))
     }
 
 
@@ -171,7 +147,7 @@ def _cuda_device() -> Device:
     devices = _cuda_devices()
     capability = getattr(devices[0], "compute_capability", None) if devices else None
     product = getattr(devices[0], "device_kind", None) if devices else None
-    return Device("cuda", parse_compute_capability(str(capability)) if capability else None, product=product)
+    return Device("cuda", compute_capability_of(str(capability)) if capability else None, product=product)
 
 
 def local_devices() -> tuple[Device, ...]:

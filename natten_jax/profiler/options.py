@@ -35,7 +35,7 @@ from natten_jax.performance import (
     performance_of,
     tile_names,
 )
-from natten_jax.plan.devices import ComputeCapability, Device, parse_compute_capability
+from natten_jax.plan.devices import ComputeCapability, Device, compute_capability_of
 from natten_jax.plan.plan import Request
 from natten_jax.problem import Operator, Problem, Shape, problem_of
 from natten_jax.profiler.baselines import BASELINES, can_be_split
@@ -418,7 +418,7 @@ def _options(given: argparse.Namespace) -> Options:
     if given.fmha_backend == "flex-fna":  # the name in NATTEN's documentation
         values["fmha_backend"] = "flex-fmha"
     if given.compute_capability is not None:
-        values["compute_capability"] = parse_compute_capability(given.compute_capability)
+        values["compute_capability"] = compute_capability_of(given.compute_capability)
     return Options(**values, problem=problem, performance=performance)
 
 

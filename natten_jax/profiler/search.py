@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import jax
@@ -221,7 +220,7 @@ class _Search:
         try:
             launches = [each.launch for each in workloads.values()]
             captured = capture_in_turns(launches, runs, self._device.platform) if launches else []
-            medians = map(statistics.median, map(seconds_of_iterations, captured))
+            medians = map(median, map(seconds_of_iterations, captured))
             seconds = dict(zip(workloads, medians, strict=True))
         except Exception as error:
             errors |= dict.fromkeys(workloads, _one_line(error))
@@ -358,7 +357,7 @@ def is_clearly_faster(times: Times, others: Times) -> bool:
     The median must be more than 2% faster. The 75th percentile of ``times`` must be below the 25th percentile of
     ``others``.
     """
-    slow_quarter, fast_quarter = statistics.quantiles(times, n=4)[2], statistics.quantiles(others, n=4)[0]
+    slow_quarter, fast_quarter = quantiles(times, n=4)[2], quantiles(others, n=4)[0]
     return median(others) > _CLEARLY * median(times) and slow_quarter < fast_quarter
 
 

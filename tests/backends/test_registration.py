@@ -24,7 +24,7 @@ from natten_jax.arrays.operands import Operands, Output
 from natten_jax.backends.base import Capabilities, Platform, PureJaxBackend
 from natten_jax.ops.config_queries import target_device
 from natten_jax.performance import Pass, TilePair
-from natten_jax.plan.devices import Device, default_device, parse_compute_capability
+from natten_jax.plan.devices import Device, compute_capability_of, default_device
 from natten_jax.plan.plan import Plan
 from natten_jax.problem import Problem
 from tests.support.families import Family
@@ -289,7 +289,7 @@ def test_other_values_raise_a_one_line_error(error: type[Exception], family: Fam
 @given(st.integers(1, 99), st.integers(0, 9))
 def test_all_spellings_are_equal(major: int, minor: int) -> None:
     text = f"{major}.{minor}"
-    assert parse_compute_capability(text) == (major, minor)
+    assert compute_capability_of(text) == (major, minor)
     values: tuple[Any, ...] = (text, float(text), np.float32(text), (major, minor), [major, minor])
     for value in (*values, np.array([major, minor]), jnp.array([major, minor]), (np.int32(major), np.int8(minor))):
         device = target_device(value)

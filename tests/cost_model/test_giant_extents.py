@@ -74,7 +74,7 @@ def test_strides_without_masks_of_long_windows() -> None:
 )
 def test_too_many_tiles_are_refused(layout: Any, parameters: Any, pair: Any) -> None:
     problem = simulator.problem_of(layout, 8, **parameters)
-    with pytest.raises(ValueError, match=r"a dimension of \d+ tokens has \d+ tiles of \d+ tokens, .*: at most 2\*\*20"):
+    with pytest.raises(ValueError, match=r"\d+ tokens have \d+ tiles of \d+, .*: at most 2\*\*20"):
         simulator.count_tiles(problem, pair)
 
 

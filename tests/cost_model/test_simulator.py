@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import itertools
 import json
 import math
@@ -16,13 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from natten_jax import backends, simulator
+from natten_jax import backends, halo, simulator
 from natten_jax.arrays.operands import Inputs
+from natten_jax.backends.select import resolve
 from natten_jax.cost_model import tiles
 from natten_jax.native import module as native
 from natten_jax.ops.canonicalize import attention_problem, neighborhood_problem
 from natten_jax.performance import TilePair
 from natten_jax.plan.devices import Device
+from natten_jax.plan.plan import Request
 from natten_jax.problem import Problem, problem_of
 from natten_jax.profiler.__main__ import main
 from natten_jax.profiler.options import parse
@@ -37,6 +40,7 @@ PROBLEMS = 320
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "results" / "h200" / "calibration"
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
+MODEL: Any = simulator.calibration_for("hopper", "9.0")
 
 
 def a_problem(layout: tuple[int, ...], kernel_size: tuple[int, ...], **others: Any) -> Problem:
@@ -273,13 +277,11 @@ def test_a_smaller_tile_uses_the_smaller_kernel_with_a_mask() -> None:
 @pytest.mark.parametrize("additional_kv", [0, 200])
 def test_ranking_is_by_the_simulated_time(additional_kv: int) -> None:
     problem = a_problem((14, 20, 30), (5, 9, 7), additional_kv=additional_kv, heads=3, dilation=(2, 1, 1))
-    calibration = simulator.calibration_for("hopper")
-    assert calibration is not None
     pairs = [((4, 4, 8), (4, 4, 8)), ((2, 8, 8), (4, 4, 6)), ((1, 2, 3), (2, 8, 8)), ((8, 4, 4), (8, 4, 2))]
-    ranked = simulator.rank(problem, pairs, "forward", calibration)
+    ranked = simulator.rank(problem, pairs, "forward", MODEL)
     assert sorted(pair for pair, _ in ranked) == sorted(pairs)
     for pair, seconds in ranked:
-        assert simulator.simulate(problem, pair, calibration=calibration).seconds == seconds
+        assert simulator.simulate(problem, pair, calibration=MODEL).seconds == seconds
     assert [seconds for _, seconds in ranked] == sorted(seconds for _, seconds in ranked)
     assert simulator.rank(problem, pairs, "forward", None) == []
     backward = a_calibration(kernels={"backward": (Kernel(128, 128, 128, 4e-6, 1e-6, 2e-7),)})
@@ -300,9 +302,8 @@ def test_backends_list_their_tiles_in_the_order_of_the_model(calibrated: str) ->
 @pytest.mark.parametrize("calibrated", ["hopper", "cutlass"])
 def test_the_model_picks_tiles_that_were_measured_to_be_fast(calibrated: str) -> None:
     calibration = simulator.calibration_for(calibrated)
-    file = MEASUREMENTS / f"{calibrated}.json"
     problems: dict[Any, dict[TilePair, float]] = collections.defaultdict(dict)
-    for record in json.loads(file.read_text())["records"]:
+    for record in json.loads((MEASUREMENTS / f"{calibrated}.json").read_text())["records"]:
         options = parse([*record["arguments"].split(), "--dtype", "bf16", "--backend", f"{calibrated}-fna"])
         problem = options.main_request.problem
         pair = tuple(record["q_tile"][-problem.rank :]), tuple(record["kv_tile"][-problem.rank :])
@@ -328,10 +329,10 @@ def test_bounds_and_bytes() -> None:
 
 def test_problems_are_described_without_arrays() -> None:
     described = simulator.problem_of((9, 12), 3, (1, 2), is_causal=(True, False), heads=4, heads_kv=2, head_dim=32)
-    query = jax.ShapeDtypeStruct((1, 9, 12, 4, 32), jnp.bfloat16)
-    key = jax.ShapeDtypeStruct((1, 9, 12, 2, 32), jnp.bfloat16)
-    window = ((3, 3), (1, 2), (1, 1), (True, False))
-    assert described == neighborhood_problem(2, Inputs(query, key, key), WindowArguments(*window))  # type: ignore[arg-type]
+    query: Any = jax.ShapeDtypeStruct((1, 9, 12, 4, 32), jnp.bfloat16)
+    key: Any = jax.ShapeDtypeStruct((1, 9, 12, 2, 32), jnp.bfloat16)
+    window = WindowArguments((3, 3), (1, 2), (1, 1), (True, False))
+    assert described == neighborhood_problem(2, Inputs(query, key, key), window)
 
 
 IMAGE = a_problem((9, 9), (3, 3))
@@ -340,21 +341,11 @@ IMAGE = a_problem((9, 9), (3, 3))
 @pytest.mark.parametrize(
     ("function", "arguments", "options", "message"),
     [
-        (simulator.problem_of, ((9, 12), 10), {}, "kernel_size"),
-        (simulator.problem_of, ((9, 12), 3, 4), {}, "stride"),
         (simulator.problem_of, ((9, 12), 3), {"heads": 3, "heads_kv": 2}, "query has 3 heads, which is not a multiple"),
         (simulator.problem_of, ((9, 12), 3), {"dtype": "float8"}, "dtype must be one of"),
-        (simulator.count_tiles, (IMAGE, ((8,), (8, 8))), {}, "the query tile must have 2 positive"),
-        (simulator.count_tiles, (IMAGE, ((8, 8), (8, 0))), {}, "the key/value tile must have 2 positive"),
-        (
-            simulator.count_tiles,
-            (IMAGE, ((8, 8),) * 2),
-            {"placement": "somewhere"},
-            "placement must be one of anchored,",
-        ),
-        (simulator.simulate, (IMAGE, (8, 8)), {}, "tile"),
-        (simulator.simulate, (IMAGE, ((8, 8),) * 3), {}, "tile"),
-        (simulator.simulate, (IMAGE, ((8, 8),) * 2, "forwards"), {}, "pass_ must be one of forward, backward, got"),
+        (simulator.count_tiles, (IMAGE, ((8,), (8, 8))), {}, "the query tile of pair must have 2 value"),
+        (simulator.count_tiles, (IMAGE, ((8, 8), (8, 0))), {}, "the key/value tile of pair must be at least 1"),
+        (simulator.simulate, (IMAGE, ((8, 8),) * 3), {}, "pair must be a query tile and a key/value tile"),
         (simulator.calibration_for, ("hoper",), {}, "got 'hoper': did you mean 'hopper'"),
     ],
 )
@@ -363,12 +354,25 @@ def test_malformed_arguments_are_refused(function: Any, arguments: Any, options:
         function(*arguments, **options)
 
 
-def test_a_compute_capability_is_two_ints() -> None:
-    with pytest.raises(TypeError, match="layout must be a sequence of 1 ints, got 64"):
-        simulator.problem_of(64, 7)  # type: ignore[arg-type]
-    version: Any = 9.0
-    with pytest.raises(TypeError, match="compute_capability must be a sequence of 2 ints, got 9"):
-        simulator.calibration_for("hopper", version)
+FUNCTIONS = [getattr(simulator, name) for name in simulator.__all__ if name.islower()]
+FUNCTIONS += [halo.halo_of, halo.halos_of, halo.bytes_received, MODEL.kernel, MODEL.launch_of]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_lists_are_accepted_and_wrong_types_are_named(function: Any) -> None:
+    problem, pair = problem_of((64, 64), 8, heads=24, head_dim=128), ((16, 8), (16, 8))
+    kernel, plan = MODEL.kernel(problem, pair, "forward"), resolve(Request(problem), HOPPER, "forward")
+    known = {"problem": problem, "pair": pair, "pairs": [pair], "pass_": "forward", "placement": "anchored"}
+    known |= {"kernel": kernel, "calibration": MODEL, "plan": plan, "axis": problem.axes[0], "family": "hopper"}
+    known |= {"tiles": simulator.count_tiles(problem, pair).tiles, "parts": 2 if function is halo.halo_of else (1, 2)}
+    known |= {"layout": (9, 12), "kv_layout": (9, 12), "operator": "fna", "compute_capability": (9, 0)}
+    known |= dict.fromkeys(("batch", "heads", "heads_kv", "head_dim", "head_dim_v", "additional_kv", "devices"), 2)
+    given = {name: known[name] for name in inspect.signature(function).parameters if name in known}
+    lists = {name: json.loads(json.dumps(value)) for name, value in given.items() if type(value) in (tuple, list)}
+    assert function(**given | lists) == function(**given)
+    for name, wrong in itertools.product(given, (["x"], 1.5j, {2: 2}, np.zeros((2, 2, 2)), object())):
+        with pytest.raises((TypeError, ValueError), match=rf"\b{name.removesuffix('s')}.*, got "):
+            function(**given | {name: wrong})
 
 
 def test_calibrations_are_complete() -> None:
@@ -377,9 +381,8 @@ def test_calibrations_are_complete() -> None:
     assert "hopper-9.0.json" in names
     for name in names:
         model = json.loads(folder.joinpath(name).read_text())
-        capability = tuple(model["compute_capability"])
-        assert name == f"{model['family']}-{capability[0]}.{capability[1]}.json"
-        calibration = simulator.calibration_for(model["family"], capability)
+        assert name == "{}-{}.{}.json".format(model["family"], *model["compute_capability"])
+        calibration = simulator.calibration_for(model["family"], model["compute_capability"])
         assert calibration is not None
         assert all(map(native.limits, calibration.limits))
         assert bool(calibration.limits) == calibration.is_measured  # native kernels have both, Pallas kernels none
@@ -391,13 +394,11 @@ def test_calibrations_are_complete() -> None:
 def test_kernels_of_other_elements_have_times_of_their_own() -> None:
     problem = simulator.problem_of((4096,), 512, heads=8, head_dim=128)
     pair = (128,), (128,)
-    model = simulator.calibration_for("hopper")
-    assert model is not None
-    wide = model.kernel(problem, pair, "forward")
-    small = model.kernel(dataclasses.replace(problem, dtype="float8_e4m3fn"), pair, "forward")
+    wide = MODEL.kernel(problem, pair, "forward")
+    small = MODEL.kernel(dataclasses.replace(problem, dtype="float8_e4m3fn"), pair, "forward")
     assert wide is not None and small is not None
     assert not wide.dtypes and small.dtypes == ("float8_e4m3fn",) and wide.size == small.size
-    assert model.kernel(dataclasses.replace(problem, dtype="float8_e5m2"), pair, "forward") is None
+    assert MODEL.kernel(dataclasses.replace(problem, dtype="float8_e5m2"), pair, "forward") is None
 
 
 # Floating-point operations of a problem, compared with its dense mask.

@@ -466,7 +466,7 @@ def test_transformations_of_quantisation(dtype: str) -> None:
     ("arguments", "message"),
     [
         ({"dtype": "int8"}, "dtype must be one of e4m3, float8_e4m3fn, e5m2, float8_e5m2, got 'int8'"),
-        ({"scale": "row"}, "scale must be one of tensor, head, block, got 'row'"),
+        ({"scale": "row"}, "scale must be one of 'tensor', 'head', 'block', got 'row'"),
         ({"block_shape": 4}, "block_shape=4 is for scale=\"block\", but scale is 'head'"),
         ({"scale": "block", "block_shape": (4, 4, 4)}, "block_shape"),
         ({"scale": "block", "block_shape": 0}, "block_shape must be at least 1 in every dimension, got 0"),
