@@ -1,4 +1,4 @@
-"""The fuzzing session: worker processes run the problems and are replaced if a kernel crashes them."""
+"""The fuzzing session: worker processes run the problems. If a kernel crashes a worker, a new worker replaces it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from .reproducer import program_of, simplest
 from .session import problems_of, rejection
 
 PROGRESS_SECONDS = 10
-#: Timeout in seconds. Compiling and running a batch takes less, and so does simplifying a problem.
+#: Timeout of a worker's call, in seconds. Compiling and running a batch takes less time, and so does simplifying a
+#: problem.
 SILENCE_SECONDS = 300
-#: Maximum number of failures per worker that are simplified; later failures are reported unchanged.
+#: Maximum number of failing problems that a worker simplifies. Later failing problems are not simplified.
 MOST_SIMPLIFIED = 3
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -39,7 +40,7 @@ class Died(Exception):
 
 
 class Worker:
-    """A process that calls functions; a call that raises ends it."""
+    """A process that calls functions. If a function raises an exception, the process ends."""
 
     def __init__(self) -> None:
         self._connection, theirs = _SPAWN.Pipe()
@@ -66,7 +67,7 @@ class Worker:
 
 
 def _serve(connection: Any) -> None:
-    with contextlib.suppress(EOFError):  # the session is over
+    with contextlib.suppress(EOFError):  # EOFError: the session is over
         while True:
             function, arguments = connection.recv()
             connection.send(function(*arguments))
@@ -74,7 +75,7 @@ def _serve(connection: Any) -> None:
 
 @dataclasses.dataclass
 class Totals:
-    """Count of problems that ran, and numbers of problems that failed."""
+    """Count of problems that ran, and the numbers that identify the failing problems."""
 
     problems: int = 0
     failures: list[int] = dataclasses.field(default_factory=list)
@@ -95,7 +96,7 @@ class Supervisor:
         self._is_over = False
 
     def run(self) -> Totals:
-        """Fuzz until the number of problems or the time limit is reached.
+        """Run problems until their maximum number or the time limit is reached.
 
         Raises:
             Rejected: The backend cannot run here.
@@ -162,7 +163,10 @@ class Supervisor:
 
 
 def _complaints_alone(problems: list[Fuzzed], ending: str) -> tuple[list[list[str]], Worker]:
-    """Run a batch's problems individually after the batch ended its process; also return the last worker."""
+    """Run the problems of a batch one by one, because the batch ended its process.
+
+    Return the errors of each problem, and the last worker that was started.
+    """
     found, worker = [], Worker()
     for problem in problems:
         try:

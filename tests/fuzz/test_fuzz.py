@@ -1,4 +1,4 @@
-"""The fuzzer reports every planted defect and no false ones."""
+"""The fuzzer reports every planted defect, and no defects in correct kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ CPU = family_named("cpu")
 
 
 def run_command(*arguments: str, before: str = "", timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    """Run the command in a new process; every Python process imports the module ``before`` first."""
+    """Run the fuzzer in a new process.
+
+    If the folder ``before`` is given, every Python process imports the module ``sitecustomize`` in it at its start.
+    """
     paths = filter(None, (before, os.environ.get("PYTHONPATH")))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
     command = "-m", "tests.fuzz", *arguments
@@ -59,7 +62,7 @@ def test_command_finds_no_defect_in_correct_kernels(arguments: tuple[str, ...], 
     assert not list(tmp_path.iterdir())
 
 
-#: A defect of causal problems, planted at the start of every process.
+#: Source code that every process runs at its start. It makes the CPU backend fail on causal problems.
 PLANTED = """
 import os, signal
 import jax
@@ -90,14 +93,14 @@ cpu.CpuBackend.forward = planted
     ids=["kills", "loses the device", "is wrong, and its simpler forms lose the device"],
 )
 def test_command_survives_and_names_the_problem(defect: str, what: str, tmp_path: Path) -> None:
-    """The kernel call kills the process, or breaks the device like an illegal address."""
+    """The planted defect kills the process, breaks the device like an illegal memory access, or changes the output."""
     (tmp_path / "sitecustomize.py").write_text(PLANTED.replace("DEFECT", defect))
     output = tmp_path / "found"
     arguments = ["--backend", "cpu-fna", "--problems", "4", "--at-once", "2", "--output-dir", str(output)]
     finished = run_command(*arguments, before=str(tmp_path))
     numbered = [each for batch in range(2) for each in problems_of(parse(arguments), batch)]
     causal = [number for number, problem in numbered if any(problem.case.causal)]
-    assert 0 < len(causal) < 4 and causal[0] < 2  # the rest of its batch, and the other batch, still run
+    assert 0 < len(causal) < 4 and causal[0] < 2  # a problem of the first batch fails; later problems still run
     assert finished.returncode == 1, finished.stderr
     assert finished.stdout.splitlines()[-1] == f"4 problems, {len(causal)} bad", finished.stdout
     assert sorted(int(n) for n in re.findall(rf"BAD problem (\d+): {what}", finished.stdout)) == causal
@@ -112,7 +115,7 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
 
     def wrong(self: cpu.CpuBackend, plan: Plan, operands: Any, **options: Any) -> Saved:
         saved = forward(self, plan, operands, **options)
-        # Wrong for dilated dimensions only: outputs are shifted by one query.
+        # If a dimension is dilated, the outputs are wrong: they are shifted by one query.
         return saved if max(plan.problem.dilation) == 1 else saved._replace(out=jnp.roll(saved.out, 1, axis=1))
 
     options = options_of("--seed", "1", "--problems", "12", "--at-once", "12", *(["--direct"] if is_direct else []))
@@ -133,7 +136,10 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
 
 
 def test_result_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Result buffers start full of NaN: otherwise, elements that a kernel does not write could be right by chance."""
+    """Result buffers are filled with NaN before the call.
+
+    Otherwise, elements that a kernel does not write could be right by chance.
+    """
     donated: list[int] = []
     make = execution.not_a_number
 
@@ -145,7 +151,7 @@ def test_result_memory_was_full_of_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(execution, "not_a_number", remember)
     results = run([Fuzzed("cpu", Case((40,), (7,), head_dim=16), "float32", 0, is_direct=True)])
-    pointers = [result.ctypes.data for result in jax.tree.leaves(results)]  # NumPy shares the CPU device's memory
+    pointers = [result.ctypes.data for result in jax.tree.leaves(results)]  # the NumPy arrays share the result buffers
     assert len(pointers) == 5 and set(pointers) == set(donated)
 
 
@@ -234,7 +240,7 @@ def test_features_that_only_direct_kernels_lack_are_rejected() -> None:
 
 
 def test_features_of_gpus_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws include wrapped windows, relative biases with many batch entries, and every kernel with a ring."""
+    """Problems for GPUs include wrapped windows, relative biases with many batch entries, and all ring kernels."""
     monkeypatch.setattr(devices, "default_device", lambda: devices.Device("cuda", (9, 0), is_present=False))
     family = family_named("cutlass")
 

@@ -21,8 +21,8 @@ from tests.ops.test_fitted_windows import CLAMPED_WITH_TABLES
 from tests.support.families import FAMILIES, Family, family_named
 from tests.support.problems import Case, Shape, Trial, check_all, check_gradients_repeat
 
-# Terms that NVIDIA GPU kernels add to the logits, compared with the oracle: relative biases, and key biases, added in
-# the kernels or as extra head-dimension columns.
+# Biases that NVIDIA GPU kernels add to the logits, compared with the oracle: relative biases and key biases. Some
+# kernels get key biases as additional columns of the head dimension.
 
 
 pytestmark = pytest.mark.gpu
@@ -33,10 +33,10 @@ _WITH_DTYPES = [pytest.param(family, dtype, id=f"{family.name}-{dtype}") for fam
 
 _HALVES = ("bfloat16", "float16")
 
-#: Number of random problems for each kind of bias, and per compiled program.
+#: Number of random problems for each kind of bias, and number of problems in a compiled program.
 _RANDOM_PROBLEMS, _AT_ONCE = 96, 32
 
-#: Factor of the error bound: biases increase logits, and therefore errors of weights.
+#: Error bounds are multiplied by this factor: biases increase logits, and larger logits cause larger errors of weights.
 _SLACK = 1.5
 
 
@@ -72,11 +72,11 @@ def test_tables_of_clamped_windows() -> None:
 
 
 def windows(layout: Shape, kernel_size: Shape, heads: int = 2, head_dim: int = 32, **facts: Any) -> Case:
-    """Return a problem; the number of key/value heads is the number of query heads by default."""
+    """Return a problem. By default, there are as many key/value heads as query heads."""
     return Case(layout, kernel_size, heads=heads, head_dim=head_dim, **{"heads_kv": heads, **facts})
 
 
-#: Problems with large windows, for each head dimension that the kernels specialise.
+#: Problems with large windows, at least one for each head dimension that the kernels are specialised for.
 LARGE_WINDOWS = {
     "heads of 64": windows((33, 40), (13, 20), 2, 64, key_bias="tokens", hidden=0.3, batch=2),
     "heads of 80": windows((300,), (200,), 4, 80, key_bias="heads", hidden=0.3, heads_kv=2, head_dim_v=128),
@@ -92,7 +92,7 @@ LARGE_WINDOWS = {
 
 
 def large_tiles(case: Case) -> dict[str, tuple[int, ...]]:
-    """Return tiles that select large-window kernels in both passes: small-window kernels do not support 64 tokens."""
+    """Return tiles of 64 tokens for both passes, which only large-window kernels support."""
     tile = (*(1,) * (len(case.layout) - 1), 64) if len(case.layout) != 2 else (8, 8)
     return {name: tile for pass_ in PASSES for name in tile_names(pass_)}
 
@@ -108,7 +108,7 @@ def test_biases_of_keys_in_kernels_for_large_windows(tested: Family, dtype: str)
 @pytest.mark.parametrize("dtype", _HALVES)
 @pytest.mark.parametrize("tested", _GPU, ids=lambda family: family.name)
 def test_biases_of_keys_have_all_their_digits(tested: Family, dtype: str) -> None:
-    """A constant added to all key biases changes only the logsumexp, and the rounding of weights and outputs."""
+    """A constant that is added to all key biases is added to the logsumexp, and changes outputs only by rounding."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 30, 24, 2, 64)), dtype)
     bias = jax.random.normal(jax.random.key(1), (1, 30, 24))
     tiles: dict[str, Any] = {"q_tile_shape": (8, 16), "kv_tile_shape": (8, 16)}
@@ -117,8 +117,8 @@ def test_biases_of_keys_have_all_their_digits(tested: Family, dtype: str) -> Non
         return na2d(query, key, value, (13, 15), key_bias=bias, backend=tested.fna, return_lse=True, **tiles)
 
     (out, logsumexp), (same, moved) = attend(bias), attend(bias + 1000.0)
-    # An output may be rounded to the next number, which is at most one step away. Weights are computed relative to
-    # another logit and rounded, which changed outputs by up to 0.2 steps in a simulation of 195 keys.
+    # An output may be rounded to a neighboring number of its type, which differs by at most one step. The constant also
+    # changes the rounding of weights. In a simulation with 195 keys, this changed outputs by up to 0.2 steps.
     step = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.asarray(same, np.float32), np.asarray(out, np.float32), rtol=step, atol=step / 2)
     np.testing.assert_allclose(np.asarray(moved) - 1000, np.asarray(logsumexp), atol=1e-3)
@@ -126,7 +126,7 @@ def test_biases_of_keys_have_all_their_digits(tested: Family, dtype: str) -> Non
 
 @pytest.mark.parametrize("tested", _GPU, ids=lambda family: family.name)
 def test_key_biases_if_blocks_compute_many_query_tiles(tested: Family) -> None:
-    """Each block computes about 26 tiles of 128 queries: biases of a tile overwrite biases of earlier tiles."""
+    """A thread block computes about 26 tiles of 128 queries, and loads the biases of all tiles into the same memory."""
     side, window, heads, head_dim = 192, 41, 12, 64
     query, key, value = jnp.asarray(
         jax.random.normal(jax.random.key(0), (3, 1, side, side, heads, head_dim)), "bfloat16"
@@ -158,7 +158,10 @@ def test_key_biases_if_blocks_compute_many_query_tiles(tested: Family) -> None:
 
 @pytest.mark.parametrize("tested", _GPU, ids=lambda family: family.name)
 def test_gradients_of_biases_of_keys_are_reproducible_with_large_windows(tested: Family) -> None:
-    """Key bias gradients are reproducible even if other gradients are not: a single block accumulates each of them."""
+    """Key bias gradients are reproducible even if other gradients are not.
+
+    A single thread block accumulates the gradient of a key's bias.
+    """
     for name in ("heads of 64", "heads of 80", "heads of 256"):
         check_gradients_repeat(LARGE_WINDOWS[name], tested.fna, ("key_bias",))
 
@@ -186,8 +189,8 @@ _WINDOWS = {
     "whole line of a volume": windows((1, 1, 4), (1, 1, 4), 1, 64),
     "slice of a volume": windows((1, 12, 9), (1, 3, 5)),
     "column of an image": windows((40, 1), (7, 1)),
-    # There are more batch entries and heads than CTAs fit on a GPU: a CTA that computes all gradients of a layout
-    # processes several batch entries of one head, and the last CTA processes fewer.
+    # The following problems have more pairs of a batch entry and a head than CTAs fit on a GPU. A CTA therefore
+    # computes the gradients of several batch entries for one head. The last CTA of a head computes fewer batch entries.
     "many whole layouts": windows((7, 7), (7, 7), 16, batch=67),
     "many wide whole layouts": windows((4, 6), (3, 5), 3, 64, batch=501),
     "many whole groups": windows((10, 15), (5, 5), 4, dilation=(2, 3), batch=83),
@@ -198,7 +201,7 @@ SMALL_WINDOWS = {name: dataclasses.replace(case, relative_bias=True) for name, c
 
 
 def cutlass() -> Family:
-    """Return the family of the portable kernels."""
+    """Return the family of the portable GPU kernels."""
     return family_named("cutlass")
 
 
@@ -208,7 +211,7 @@ def test_relative_biases_in_kernels_for_small_windows(dtype: str) -> None:
 
 
 def _with_key_biases(number: int, case: Case) -> Case:
-    """Return the problem with key biases instead of a relative bias table."""
+    """Return the problem with key biases, whose kind and masked fraction depend on ``number``, and no relative bias."""
     kind, hidden = ("tokens", "heads")[number % 2], (0.0, 0.3, 0.7)[number % 3]
     return dataclasses.replace(case, relative_bias=False, key_bias=kind, hidden=hidden)
 
@@ -239,7 +242,7 @@ def test_gradients_of_biases_of_keys_are_reproducible(kind: str) -> None:
     [pytest.param(tested, dtype, id=f"{tested.name}-{dtype}") for tested in _GPU for dtype in _HALVES],
 )
 def test_hidden_keys_have_no_effect(tested: Family, dtype: str) -> None:
-    """Hidden keys may hold any values; queries that see only hidden keys have output 0."""
+    """Hidden (masked out) keys have gradients of 0, and queries that see only hidden keys have output 0."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 2, 24, 24, 2, 32)), dtype)
     is_hidden = jnp.zeros((2, 24, 24), bool).at[:, 4:16, 6:].set(True)
     bias = jnp.where(is_hidden, -jnp.inf, 0.0)
@@ -270,7 +273,10 @@ def test_gradients_of_tables_are_reproducible() -> None:
 )
 @pytest.mark.parametrize("has_scales", [False, True])
 def test_tables_of_mapped_calls(batch: int, layout: tuple[int, ...], has_scales: bool) -> None:
-    """Batch entries have separate tables and scales. Calls may use different regions, and round differently."""
+    """A call that is mapped over tables and scales agrees with separate calls.
+
+    The calls may divide layouts into different regions, so results may be rounded differently.
+    """
     query = jax.random.normal(jax.random.key(0), (3, batch, *layout, 4, 32), jnp.bfloat16)
     tables = jax.random.normal(jax.random.key(1), (3, 4, 13, 13))
     scales = jnp.linspace(0.1, 0.3, 12).reshape(3, 4) if has_scales else jnp.full((3,), 0.2)
@@ -293,7 +299,11 @@ def test_tables_of_mapped_calls(batch: int, layout: tuple[int, ...], has_scales:
 
 @pytest.mark.parametrize("dtype", _HALVES)
 def test_entries_of_minus_infinity_hide(dtype: str) -> None:
-    """A table that hides its outer entries is the mask of a narrower window; a table that hides all gives output 0."""
+    """Table entries of -inf mask out keys.
+
+    If only the inner entries are finite, results equal those of a smaller window. If no entry is finite,
+    the output is 0.
+    """
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 2, 24, 24, 2, 32)), dtype)
     narrow = jnp.full((2, 13, 13), -jnp.inf).at[:, 5:8, 5:8].set(0)
 
@@ -326,11 +336,12 @@ def test_unsupported_biases_are_reported() -> None:
         assert cutlass().backend.rejection(problem, device, pass_) is None
 
 
-# Gradients of sinks on NVIDIA GPUs, in every form of the small-window kernels.
+# Gradients of sinks on NVIDIA GPUs, for every kind of small-window kernel.
 
 
 SINK_CASES = {
-    # The key/value gradient kernel sums the partial results of query tiles.
+    # In the following problems, the query gradient kernel computes a partial gradient of sinks per query tile, and the
+    # key/value gradient kernel adds them up.
     "regions": windows((40, 56), (7, 7), 3, batch=2),
     "regions that are not full": windows((37, 19), (5, 5), 2, 64, batch=3),
     "dilation groups of unlike lengths": windows((33, 50), (7, 5), dilation=(4, 3)),
@@ -343,14 +354,16 @@ SINK_CASES = {
     "biases of keys": windows((24, 31), (7, 7), key_bias="tokens", hidden=0.4),
     "nothing is seen": windows((18, 17), (3, 3), key_bias="heads", hidden=0.9),
     "wraps": windows((18, 26), (5, 5), edges=("wrap", "wrap")),
-    # The following problems run in a separate kernel.
+    # In the following problems, one kernel computes all other gradients, and a separate kernel adds up the partial
+    # gradients of sinks.
     "whole layout": windows((7, 7), (7, 7), 8, batch=8),
     "many whole layouts": windows((7, 7), (7, 7), 16, batch=67),
     "whole groups": windows((14, 21), (7, 7), 4, dilation=(2, 3)),
     "groups that are not full": windows((15, 19), (7, 5), 3, 64, dilation=(2, 3), batch=5),
     "whole layout with a relative bias": windows((7, 7), (7, 7), 4, relative_bias=True),
     "whole layout with biases of keys": windows((7, 6), (7, 5), 4, key_bias="tokens"),
-    # The following problems run entirely in separate kernels.
+    # Separate kernels compute the whole gradient of sinks if the problem has per-entry extents, or if the query
+    # gradient kernel has a ring.
     "layouts": windows((19, 22), (5, 5), batch=2, extents=((19, 13), (7, 22))),
     "ring": windows((30, 40), (13, 13), 2, 64, batch=2),
     "scales": windows((19, 17), (5, 3), 4, heads_kv=2, scales=(0.3, -0.5, 0.0, 8e-4)),
@@ -375,7 +388,7 @@ def test_gradients_of_sinks_are_reproducible() -> None:
 
 @pytest.mark.parametrize("layout", [(7, 7), (28, 30)], ids=["whole", "regions"])
 def test_sinks_of_each_entry_of_a_mapped_call(layout: tuple[int, int]) -> None:
-    """If a call is mapped over sinks, kernels use separate sinks for each batch entry."""
+    """A call that is mapped over sinks agrees with separate calls."""
     query = jax.random.normal(jax.random.key(0), (3, 2, *layout, 4, 32), jnp.bfloat16)
     sinks = jax.random.normal(jax.random.key(1), (3, 4))
 
@@ -388,13 +401,16 @@ def test_sinks_of_each_entry_of_a_mapped_call(layout: tuple[int, int]) -> None:
 
     together = np.asarray(jax.jit(jax.vmap(gradient))(query, sinks))
     alone = np.stack([np.asarray(jax.jit(gradient)(*each)) for each in zip(query, sinks, strict=True)])
-    np.testing.assert_allclose(together, alone, rtol=2e-3, atol=1e-3)  # outputs may be rounded at other points
+    np.testing.assert_allclose(together, alone, rtol=2e-3, atol=1e-3)  # the two programs may round outputs differently
 
 
 @pytest.mark.parametrize("head_dim", [32, 64])
 @pytest.mark.parametrize("dtype", _HALVES)
 def test_scales_and_sinks_of_more_items_than_a_warp_has_lanes(dtype: str, head_dim: int) -> None:
-    """A CTA processes more heads and batch entries than the number of scales and sinks that it loads at a time."""
+    """A CTA loads the scales and sinks of 32 items at a time, but computes more items.
+
+    An item is a pair of a batch entry and a head.
+    """
     batch, heads = 4096, 12
     query = jax.random.normal(jax.random.key(0), (batch, 7, 7, heads, head_dim), jnp.dtype(dtype))
     scale = jnp.linspace(0.05, 0.4, heads)

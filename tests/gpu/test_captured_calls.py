@@ -1,4 +1,4 @@
-"""Calls that XLA captures into CUDA graphs: the first call of a process, and backward passes."""
+"""Calls that XLA captures into CUDA graphs: backward passes, and the first call in a process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("cutlass", "hopper")
 REPEATS = 5
-#: Turns every sequence of kernels into a CUDA graph, including short ones.
+#: Compiler options with which XLA captures all sequences of kernels into CUDA graphs, including short sequences.
 COMMAND_BUFFERS: dict[str, Any] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
     "xla_gpu_graph_min_graph_size": 1,
@@ -35,7 +35,7 @@ COMMAND_BUFFERS: dict[str, Any] = {
 
 
 def graph_launches(run: Any) -> int:
-    """Return the number of CUDA graphs that a function launches, from a trace of driver calls."""
+    """Trace a function with the profiler, and return the number of CUDA graphs that it launches."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -50,7 +50,7 @@ def case_of(layout: Shape, kernel_size: Shape, head_dim: int = 64, **terms: Any)
 
 SMALL, LARGE = (7, 7), (21, 25)
 BIASED: dict[str, Any] = {"key_bias": "tokens", "sinks": True}
-#: Problems, True if batch entries have extents, and the backends that support both.
+#: By name: a problem, True if its batch entries have separate extents, and the kernel families that support it.
 PROGRAMS: dict[str, tuple[Case, bool, tuple[str, ...]]] = {
     "small windows": (case_of((33, 47), SMALL), False, FAMILIES),
     "small windows with every operand": (
@@ -73,7 +73,7 @@ Operands = tuple[oracle.Tensors, jax.Array | None]
 
 
 def operands_of(name: str, seed: int) -> Operands:
-    """Return operands, and extents of each batch entry."""
+    """Return the operands of a problem, and the extents of its batch entries (``None`` without extents)."""
     case, has_extents, _ = PROGRAMS[name]
     height, width = case.layout
     extents = jnp.asarray([case.layout, (height - 4, width - 9)], jnp.int32) if has_extents else None
@@ -110,17 +110,17 @@ def test_backward_passes_in_command_buffers(name: str, kernels: str) -> None:
     held = []
     for repeat in range(REPEATS):
         for i in np.random.default_rng(repeat).permutation(len(sets)):
-            # New buffers in every other round: the graph's addresses change.
+            # Every other round copies the operands into new buffers, so that the addresses in the graph change.
             arrays = jax.tree.map(functools.partial(jnp.array, copy=True), sets[i]) if repeat % 2 else sets[i]
             held.append((graphed(arrays), expected[i]))
-    for results, values in held:  # later launches must not overwrite them
+    for results, values in held:  # later launches must not overwrite earlier results
         jax.tree.map(np.testing.assert_array_equal, results, values)
     assert graph_launches(lambda: graphed(sets[0])) >= 1
     assert graph_launches(lambda: plain(sets[0])) == 0
 
 
 def save_captured_results(name: str, kernels: str, path: str) -> None:
-    """Run a program and save its results: the only program of a process, apart from copies to the GPU."""
+    """Run both passes of a problem and save the results. The process runs no other program, except copies."""
     results = jax.jit(both_passes(name, kernels))(operands_of(name, 0))
     np.savez(path, *(np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(results)))
 
@@ -134,7 +134,7 @@ def save_captured_results(name: str, kernels: str, path: str) -> None:
     ],
 )
 def test_the_first_call_of_a_process_is_captured(name: str, kernels: str, tmp_path: Path) -> None:
-    """CUDA loads a kernel at its first launch, which must not happen during a capture."""
+    """With lazy loading, CUDA loads a kernel before its first launch. Kernels must not be loaded during a capture."""
     _skip_unless_it_runs(kernels)
     path = tmp_path / "results.npz"
     arguments = name, kernels, str(path)
@@ -155,6 +155,6 @@ def test_the_first_call_of_a_process_is_captured(name: str, kernels: str, tmp_pa
     with np.load(path) as found:
         assert len(found.files) == len(expected)
         for key, value in zip(found.files, expected, strict=True):
-            # XLA may sum gradients of a shared bias over the heads in another order.
+            # If heads share a key bias, XLA may sum its gradient over the heads in a different order.
             array = np.asarray(value, np.float32)
             np.testing.assert_allclose(found[key], array, rtol=0, atol=1e-5 * np.abs(array).max())

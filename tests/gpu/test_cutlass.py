@@ -1,4 +1,4 @@
-"""Portable kernels on an NVIDIA GPU: TF32 on request and reproducible gradients."""
+"""Portable kernels on an NVIDIA GPU: matrix products in TF32 if requested, and reproducible gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_float32_products_have_the_requested_precision(precision: str | None, is
     with jax.default_matmul_precision(precision):
         worst = worst_error(results(), expected)
     if is_accurate:
-        assert worst <= 1e-6  # sums of the query gradient are rounded in another order each time
+        assert worst <= 1e-6  # the query gradient is summed in a different order in each run
     else:
         assert 1e-5 < worst <= 1e-3
 

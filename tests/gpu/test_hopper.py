@@ -23,9 +23,9 @@ from tests.support.families import BOUNDS, family_named
 from tests.support.float8 import factors_for, scaled
 from tests.support.problems import Case, Trial, both_passes, check_all, check_gradients_repeat
 
-# Tests of the Hopper kernels that need a GPU: very large arrays, and additional tokens that end within a tile.
+# Very large arrays, and additional tokens whose number is not a multiple of the tile size.
 #
-# Results of the kernels are tested for every family in ``test_operators.py``.
+# Other tests of the results are in ``test_operators.py``, which tests every family.
 
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def hashed(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Return numbers in [-1.7, 1.7) hashed from positions (murmur3's finalizer), without temporary memory."""
+    """Return numbers in [-1.7, 1.7), computed without temporary arrays: each is a hash (murmur3) of its position."""
     x = jnp.full(shape, seed * 0x9E3779B9 & 0xFFFFFFFF, jnp.uint32)
     for dimension in range(len(shape)):
         pitch = math.prod(shape[dimension + 1 :])
@@ -46,7 +46,7 @@ def hashed(seed: int, shape: tuple[int, ...]) -> jax.Array:
 def check_large_arrays(
     batch: int, layout: tuple[int, ...], heads: int, kernel_size: tuple[int, ...], dilation: tuple[int, ...]
 ) -> None:
-    """Compare the results of some queries, including queries next to the 2^31st element."""
+    """Compare some queries with float64 results, including queries near the 2^31st element of the arrays."""
     head_dim, rank = 128, len(layout)
     tokens = batch * math.prod(layout)
     query, key, value = (hashed(i, (batch, *layout, heads, head_dim)) for i in range(3))
@@ -54,7 +54,7 @@ def check_large_arrays(
     out, logsumexp = operator(query, key, value, kernel_size, dilation=dilation, backend="hopper-fna", return_lse=True)
 
     rng = np.random.default_rng(0)
-    boundary = 2**31 // (heads * head_dim)  # the token in which the 2^31st element lies
+    boundary = 2**31 // (heads * head_dim)  # index of the token that contains the 2^31st element
     sample = {0, 1, tokens - 1, tokens - 2, *(boundary + np.arange(-2, 3)), *rng.integers(0, tokens, 40)}
     take = jax.jit(lambda array, rows: array.reshape(-1, *array.shape[1 + rank :])[rows])
 
@@ -85,7 +85,7 @@ def check_large_arrays(
     "problem", [(1, (264_001,), 64, (9,), (2,)), (5, (33, 70, 64), 23, (3, 4, 5), (1, 3, 2))], ids=["1d", "3d"]
 )
 def test_arrays_of_more_than_2_31_elements(problem: tuple[Any, ...]) -> None:
-    """Run in a separate process: a test process would keep the memory that other processes need."""
+    """Run the call in a new process, because the test process would keep GPU memory that other processes need."""
     batch, layout, heads, *_ = problem
     elements = batch * math.prod(layout) * heads * 128
     assert elements > 2**31
@@ -108,7 +108,7 @@ def test_additional_tokens_end_within_tiles(additional: int, head_dim: int, q_ti
     check_all([Trial(case, "bfloat16", arguments=tiles)], family_named("hopper"))
 
 
-# Tests of the Hopper kernels' gradients in addition to ``test_operators.py``.
+# Gradients of the Hopper kernels. ``test_operators.py`` also tests them.
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_tiles_and_windows_that_do_not_divide_the_layout(
     head_dim: int,
     head_dim_v: int,
 ) -> None:
-    if max(head_dim, head_dim_v) > 128:  # the kernel for wide heads halves the keys per tile
+    if max(head_dim, head_dim_v) > 128:  # the kernel for these head dimensions has half as many keys per tile
         kv_tile = (*kv_tile[:-1], kv_tile[-1] // 2)
     case = Case(layout, **windows, heads=4, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, batch=2)
     tiles = {"backward_q_tile_shape": q_tile, "backward_kv_tile_shape": kv_tile}
@@ -139,7 +139,7 @@ def test_tiles_and_windows_that_do_not_divide_the_layout(
 
 
 def test_batches_may_be_larger_than_a_grid_is_high() -> None:
-    """The batch may exceed 65,535, the maximum height of a CUDA grid."""
+    """The batch may exceed 65,535, the maximum extent of a CUDA grid in its y and z dimensions."""
     case = Case((8,), (3,), heads=2, head_dim=64)
     assert complaints([Fuzzed("hopper", case, "bfloat16", 0, copies=65_537)]) == [[]]
 
@@ -175,12 +175,13 @@ def test_gradients_are_the_same_in_every_run(case: Case, is_deterministic: bool)
     check_gradients_repeat(case, "hopper-fna", names, backward_deterministic=is_deterministic)
 
 
-# The Hopper kernels for 8-bit arrays, compared with float64 computation from the decoded numbers.
+# The Hopper kernels for 8-bit arrays, compared with results that are computed in float64 from the decoded numbers.
 
 
 E4M3 = "float8_e4m3fn"
 
-#: Relative error of a weight that is rounded to e4m3, and of sums of products: the tensor cores keep 13 bits.
+#: Bounds of two relative errors. The first is of a weight that is rounded to e4m3. The second is of a sum of products:
+#: tensor cores keep 13 bits of it.
 WEIGHT_BOUND, SUM_BOUND = 2.0**-4, 2.0**-12
 
 FLOAT8_CASES = {
@@ -200,7 +201,7 @@ FLOAT8_CASES = {
 
 
 def check(case: Case, kind: str | None, seed: int, **arguments: Any) -> None:
-    """Compare output and logsumexp with the oracle's."""
+    """Compare output and logsumexp with the results of the oracle."""
     operands = case.host_operands(E4M3, seed)
     factors = {} if kind is None else factors_for(kind, case, seed)
     wide = scaled(case, operands, factors) if factors else jax.tree.map(lambda each: each.astype(np.float64), operands)
@@ -238,7 +239,7 @@ def drawn(seed: int, *shape: int) -> jax.Array:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_sums_over_many_keys_keep_precision(head_dim: int) -> None:
-    """Weights are nearly equal and values are 1: accumulating in 13 bits would lose a third of the sum."""
+    """Add up nearly equal weights of 131,072 keys. Accumulating in 13 bits would lose a third of the sum."""
     keys = 131_072
     query, key = ((0.5 * drawn(i, 1, n, 1, head_dim)).astype(E4M3) for i, n in enumerate((128, keys)))
     value = jnp.ones((1, keys, 1, head_dim), E4M3)
@@ -247,7 +248,10 @@ def test_sums_over_many_keys_keep_precision(head_dim: int) -> None:
 
 
 def test_weights_do_not_saturate_if_logits_keep_rising() -> None:
-    """Logits increase from key tile to key tile, by less and by more than a factor of two."""
+    """Logits increase from key tile to key tile, so that exponentials must be rescaled.
+
+    Depending on the scale, a tile's largest exponential grows by less or by more than a factor of two.
+    """
     tokens = 2048
     steps = jnp.linspace(0, 40, tokens).reshape(1, tokens, 1, 1)
     query = jnp.ones((1, 128, 1, 64), E4M3)

@@ -1,4 +1,4 @@
-"""Every form of the GPU kernels, their machine code, and a part of the suite in plain JAX on a GPU."""
+"""Every form of the GPU kernels, the machine code of the kernels, and some tests of plain JAX on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.families import Family
 from tests.support.kernel_forms import FORMS, Form, run
 from tests.support.problems import check
 
-# Every form of the GPU kernels runs with a single scale and with per-head scales, and both results agree.
+# Every form of the GPU kernels gives the same results with a single scale and with equal per-head scales.
 
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +51,7 @@ def test_lanes_of_ring_kernels_stay_together() -> None:
     assert [name for name, branches in kernels.items() if branches] == []
 
 
-# Plain JAX on a GPU, where XLA compiles it differently: a part of its CPU tests.
+# Plain JAX on a GPU: some of the tests that also run on the CPU, because XLA compiles differently for a GPU.
 
 
 CASES = {

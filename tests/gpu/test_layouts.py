@@ -1,4 +1,4 @@
-"""Layouts per batch entry, and windows that wrap, in kernels for NVIDIA GPUs."""
+"""Batch entries with separate layouts, and windows that wrap, in kernels for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.fuzz.problem import Fuzzed, variants
 from tests.support.families import family_named
 from tests.support.problems import Case, both_passes
 
-# Batch entries with separate layouts in a single launch of the NVIDIA GPU kernels: extents and query origins.
+# Batch entries with separate extents and query origins, which the NVIDIA GPU kernels compute in a single launch.
 #
-# Results are compared with the oracle in ``tests/ops/test_random_features.py``.
+# ``tests/ops/test_random_features.py`` compares such problems with the oracle.
 
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
     "backward_kv_tile_shape": (4, 4),
 }
 
-#: Arguments of ``na2d``: kernels for large windows, and kernels for small windows with and without TMA boxes.
+#: Arguments of ``na2d`` that select large-window kernels, and small-window kernels with and without TMA boxes.
 KERNELS: dict[str, dict[str, Any]] = {
     "hopper": {"backend": "hopper-fna", "kernel_size": (9, 21), **LARGE},
     "hopper, dilated": {"backend": "hopper-fna", "kernel_size": (5, 7), "dilation": (3, 2), **LARGE},
@@ -74,7 +74,10 @@ def check_padded(
     head_dim: int,
     is_exact: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Compare a call of padded layouts with a call per layout: bitwise, or within a tolerance."""
+    """Compare the results of a call with padded layouts to those of a call per cropped layout.
+
+    Results for which ``is_exact(name)`` is true must be bitwise equal. Other results must be equal within a tolerance.
+    """
     (height, width), (heads_of_queries, heads_kv) = extents.max(axis=0), heads
     y, x = np.indices((height, width))
     is_padding = np.stack([(y >= rows) | (x >= columns) for rows, columns in extents])
@@ -100,7 +103,10 @@ def check_padded(
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_padded_layouts_are_as_cropped_ones(kernels: str, head_dim: int) -> None:
-    """Results equal results of cropped layouts: bitwise, except for query gradients that several tiles accumulate."""
+    """Results of padded layouts equal results of cropped layouts.
+
+    They are bitwise equal, except for query gradients of large-window kernels, to which several key tiles add.
+    """
     extents = np.array([[33, 47], [29, 17], [18, 46], [16, 27]])
     check_padded(KERNELS[kernels], extents, (4, 4), head_dim, lambda name: name != "q" or "small" in kernels)
 
@@ -108,11 +114,12 @@ def test_padded_layouts_are_as_cropped_ones(kernels: str, head_dim: int) -> None
 @pytest.mark.parametrize("tile", [(2, 8), (8, 2), (1, 16), (16, 1), (4, 4)])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
 def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[int, int]) -> None:
-    """Keys near both ends of a layout are seen by the most queries."""
+    """In short layouts, some keys are near both ends of a dimension. These keys are seen by the most queries."""
     arguments = {**KERNELS["small"], "backward_kv_tile_shape": tile, "q_tile_shape": tile}
     extents = np.array([[14, 22], [22, 13], [13, 14], [20, 6], [30, 29]])
-    # A single kernel computes all gradients of a layout that fits in a thread block, unless heads are grouped. With the
-    # longest tile, kernels traverse the dimensions of some of these layouts in another order.
+    # Calls with cropped layouts may use kernels that round differently, for two reasons. If a layout fits in a thread
+    # block and heads are not grouped, one kernel computes all gradients. With the longest tile, kernels order the
+    # dimensions of some layouts differently.
     has_other_kernels = heads == (1, 1) or tile == (1, 16)
     check_padded(arguments, extents, heads, 32, lambda name: name not in "qkv" or not has_other_kernels)
 
@@ -120,7 +127,10 @@ def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[i
 @pytest.mark.parametrize("heads", [(1, 1), (6, 3)])
 @pytest.mark.parametrize("kernels", ["small", "small, dilated"])
 def test_entries_that_share_plans_equal_single_calls(kernels: str, heads: tuple[int, int]) -> None:
-    """The batch has more entries than a block checks, in random order; some are equal, and some are only padding."""
+    """Test 70 batch entries in random order. A CTA groups at most 32 entries by layout.
+
+    Some entries have equal layouts, and some contain only padding.
+    """
     different = np.array([[40, 44], [40, 23], [27, 44], [18, 9], [17, 9], [0, 44]])
     extents = different[np.random.default_rng(0).integers(len(different), size=70)]
     check_padded(KERNELS[kernels], extents, heads, 32)
@@ -172,12 +182,13 @@ def test_sequences_of_many_lengths(backend: str) -> None:
         assert np.linalg.norm(one - other) < 1e-2 * np.linalg.norm(other)
 
 
-# Windows that wrap in NVIDIA GPU kernels, compared with the oracle: seams anywhere in a tile's or region's keys.
+# Windows that wrap in NVIDIA GPU kernels, compared with the oracle. Tiles and regions load keys past the end of a
+# dimension, where the first key follows the last.
 
 
 _HALVES = ("bfloat16", "float16")
 
-#: Windows that wrap in at least one dimension.
+#: Problems with windows that wrap in at least one dimension; without ``edges``, in all dimensions.
 AROUND = {
     "sequence": Case((300,), (40,), heads=2, heads_kv=2, head_dim=32, batch=2),
     "short sequence": Case((21,), (19,), heads=3, heads_kv=3, head_dim=64, batch=2),
@@ -212,7 +223,7 @@ def _case(name: str) -> Case:
 @pytest.mark.parametrize("kernels", ["cutlass", "hopper"])
 @pytest.mark.parametrize("name", AROUND)
 def test_windows_that_wrap(name: str, kernels: str) -> None:
-    """Tests default tiles and other tiles."""
+    """Test default tiles and drawn tiles, in both 16-bit types."""
     case = _case(name).fitted(family_named(kernels))
     problems = [each for dtype in _HALVES for each in variants(Fuzzed(kernels, case, dtype, 0), 2)]
     assert complaints(problems) == [[]] * len(problems)

@@ -1,4 +1,4 @@
-"""Test the profiler on a GPU: documented command lines with their backends, and its analysis of real launches."""
+"""Test the profiler on a GPU: command lines of the documentation, comparison with cuDNN, and search."""
 
 from __future__ import annotations
 

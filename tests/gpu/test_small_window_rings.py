@@ -1,4 +1,4 @@
-"""Kernels for small windows with a ring, without and with relative biases and biases of keys."""
+"""Small-window kernels with a ring buffer in shared memory: without biases, and with relative biases or key biases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.families import BOUNDS
 from tests.support.plans import kernels_by_tiles
 from tests.support.problems import Case
 
-# Small windows with a ring and a bias: results and all gradients.
+# Results and all gradients of kernels with a ring, for problems with a bias.
 #
 # For random problems run ``python -m tests.fuzz --backend cutlass --direct --feature relative_bias ring``, or
 # ``key_bias ring``.
@@ -29,7 +29,7 @@ from tests.support.problems import Case
 pytestmark = pytest.mark.gpu
 
 
-#: Problems with borders on all sides, most with partial tiles.
+#: Problems with tiles at all ends of the layout. In most of them, the last tiles are only partly filled.
 PROBLEMS = {
     "13x13": Case((37, 33), (13, 13), heads=8, heads_kv=8, head_dim=64),
     "13x13, narrow": Case((34, 41), (13, 13), heads=8, heads_kv=8, head_dim=32),
@@ -41,10 +41,10 @@ PROBLEMS = {
 
 DTYPES = ["bfloat16", "float16"]
 
-#: Kinds of bias: a relative bias table, or a key bias that heads share or that each head has.
+#: Kinds of bias: a relative bias table, a key bias per token, or a key bias per head and token.
 KINDS = ["table", "tokens", "heads"]
 
-#: Number of equal batch entries: any difference between their results is a race.
+#: Number of equal batch entries. Any difference between their results indicates a race.
 COPIES = 40
 
 
@@ -59,7 +59,10 @@ def described(case: Case, dtype: str, copies: int = 1) -> Problem:
 
 
 def tiles_of(case: Case, dtype: str) -> tuple[TilePair, TilePair]:
-    """Return the fastest tiles of both passes with rings, except for query gradients of calls with tables."""
+    """Return the fastest tiles of both passes with which all kernels have a ring.
+
+    With a relative bias table, the query gradient kernel may lack a ring.
+    """
     problem = described(case, dtype, COPIES)
 
     def first(pass_: Pass) -> TilePair:
@@ -78,7 +81,7 @@ def as_arguments(tiles: tuple[TilePair, TilePair]) -> dict[str, Any]:
 
 
 class Biased(NamedTuple):
-    """Operands of one batch entry, and the cotangents of its output and logsumexp."""
+    """Operands of a batch entry, cotangent of its output, and cotangent of its logsumexp."""
 
     query: jax.Array
     key: jax.Array
@@ -91,8 +94,9 @@ class Biased(NamedTuple):
 def drawn(case: Case, dtype: str, gain: float = 1.0) -> Biased:
     """Draw a batch entry.
 
-    A table hides some offsets, but never every key of a query. A key bias hides a third of the keys, and every key of
-    some queries, whose logsumexp has a cotangent of zero.
+    Some biases are -inf and hide (mask out) keys. A relative bias hides one row of offsets in one head, so that every
+    query still sees some keys. A key bias hides a third of the keys. It also hides all keys that the queries in a
+    corner see. For these queries, the cotangent of the logsumexp is zero.
     """
     kernel_size = case.window_arguments["kernel_size"]
     shape = (1, *case.layout, case.heads, case.head_dim)
@@ -116,7 +120,7 @@ def drawn(case: Case, dtype: str, gain: float = 1.0) -> Biased:
 def both_passes(
     case: Case, tiles: tuple[TilePair, TilePair], arrays: Biased
 ) -> tuple[tuple[jax.Array, jax.Array], oracle.Tensors]:
-    """Return output, logsumexp and gradients of ``COPIES`` copies of a batch entry that share a table."""
+    """Return output, logsumexp and gradients of ``COPIES`` copies of a batch entry. All share one relative bias."""
     query, key, value, bias, *cotangents = (jnp.repeat(array, COPIES, 0) for array in arrays)
     operands = oracle.Tensors(query, key, value, key_bias=bias)
     if case.relative_bias:
@@ -142,8 +146,8 @@ def test_biases(name: str, kind: str, dtype: str, gain: float) -> None:
     (out, logsumexp), gradients = both_passes(case, tiles_of(case, dtype), arrays)
     out_bound = gradient_bound = 3 * BOUNDS[dtype]
     if gain > 100:
-        # Most queries see one key and get zero gradients. The other gradients are small differences of rounded outputs:
-        # float64 with outputs rounded to bfloat16 is up to 3.9e-2 off.
+        # For most queries, one key has nearly all the weight, and the gradient is zero. Other gradients are small
+        # differences of rounded numbers. If outputs are rounded to bfloat16, the error is up to 3.9e-2 even in float64.
         gradient_bound = 7e-2
         out_bound = out_bound if kind == "table" else gradient_bound
     mask, entries, key_bias_sum = case.mask(), case.entries(), np.zeros((1, *case.layout))
@@ -190,7 +194,7 @@ def test_a_call_with_a_bias_is_reproducible(name: str, kind: str) -> None:
 
 
 def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
-    """A call with per-entry tables and scales equals separate calls for each entry."""
+    """A call that is mapped over tables and scales agrees with separate calls."""
     case = biased("13x13, narrow", "table")
     *arrays, table, cotangent, _ = drawn(case, "bfloat16")
     batch = 4
@@ -214,7 +218,7 @@ def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
 
 
 def test_zero_biases_have_no_effect() -> None:
-    """Results with zero biases are bitwise equal to results of a call without bias."""
+    """A call with a key bias of zeros gives bitwise the same output and logsumexp as a call without a bias."""
     case = biased("13x13", "tokens")
     arrays, tiles = drawn(case, "bfloat16"), tiles_of(case, "bfloat16")
     results, _ = both_passes(case, tiles, arrays._replace(bias=jnp.zeros_like(arrays.bias)))
@@ -223,12 +227,12 @@ def test_zero_biases_have_no_effect() -> None:
     jax.tree.map(np.testing.assert_array_equal, tuple(results), tuple(plain))
 
 
-# The small-window kernels with a ring: results, and bitwise guarantees.
+# Small-window kernels with a ring, for problems without a bias: accuracy, and bitwise equal results of repeated calls.
 #
 # For random problems run ``python -m tests.fuzz --backend cutlass --direct --feature ring``.
 
 
-#: Each problem has borders on all sides, most with partial tiles.
+#: Problems with tiles at all ends of the layout. In most of them, the last tiles are only partly filled.
 PLAIN_PROBLEMS = {
     "13x13": Case((61, 75), (13, 13), heads=8, heads_kv=8, head_dim=64, batch=8),
     "13x13, narrow": Case((62, 77), (13, 13), heads=8, heads_kv=8, head_dim=32, batch=8),
@@ -254,7 +258,7 @@ def plain_arrays(name: str, dtype: str, gain: float = 1.0) -> oracle.Tensors:
 
 
 def attend(name: str, operands: oracle.Tensors) -> tuple[jax.Array, jax.Array]:
-    """Return output and logsumexp, with the fastest tiles that have a ring."""
+    """Return output and logsumexp, computed with the fastest tiles whose forward kernel has a ring."""
     case, query = PLAIN_PROBLEMS[name], operands.query
     problem = described(dataclasses.replace(case, batch=len(query)), query.dtype.name)
     found = kernels_by_tiles(problem, "forward")
@@ -271,7 +275,7 @@ def test_rings_are_exact_to_rounding(name: str, gain: float, dtype: str) -> None
     case = PLAIN_PROBLEMS[name]
     operands = plain_arrays(name, dtype, gain)
     out, logsumexp = attend(name, operands)
-    # Compare one batch entry and two heads: no other entry or head affects them.
+    # Compare only one batch entry and two heads. They do not depend on the other batch entries and heads.
     entry, group = slice(5, 6), case.heads // case.heads_kv
     for head in (0, case.heads - 1):
         own, shared = slice(head, head + 1), slice(head // group, head // group + 1)
@@ -289,7 +293,7 @@ def test_heads_have_scales_and_sinks_of_their_own(name: str, gain: float, dtype:
     case = PLAIN_PROBLEMS[name]
     operands = plain_arrays(name, dtype, gain)
     scales = case.actual_scale * jnp.linspace(0.5, 1.5, case.heads)
-    # Some sinks outweigh all keys, others have almost no weight.
+    # The first sinks have almost no weight, and the last sinks have more weight than all keys together.
     sinks = jnp.linspace(-20.0, 20.0, case.heads) * gain
     out, logsumexp = attend(name, operands._replace(scale=scales, sinks=sinks))
     for head in (0, case.heads // 2, case.heads - 1):
@@ -297,13 +301,13 @@ def test_heads_have_scales_and_sinks_of_their_own(name: str, gain: float, dtype:
         query, key, value = (np.asarray(array[3:4, ..., own, :]) for array in operands[:3])
         compared = oracle.Tensors(query, key, value, sinks=np.asarray(sinks[own]))
         exact = oracle.forward(compared, case.mask(), float(scales[head]))
-        # If a sink outweighs the keys, float16 outputs become subnormal and lose precision.
+        # If a sink has nearly all the weight, float16 outputs are subnormal and less precise.
         assert_close(out[3:4, ..., own, :], exact.out, BOUNDS[dtype], floor=1e-6)
         assert_close(logsumexp[3:4, ..., own], exact.lse, 2e-6)
 
 
 def gradient_tiles(case: Case, dtype: str) -> list[TilePair]:
-    """Return the fastest backward tiles for each set of kernels that includes a ring kernel."""
+    """Return backward tiles that select kernels with a ring: the fastest tiles for each combination of kernels."""
     found: dict[tuple[str, ...], TilePair] = {}
     for pair, kernels in kernels_by_tiles(described(case, dtype), "backward"):
         found.setdefault(kernels, pair)
@@ -323,7 +327,7 @@ def cotangent_of(query: jax.Array) -> jax.Array:
     return jax.random.normal(jax.random.key(9), query.shape, jnp.float32).astype(query.dtype)
 
 
-#: Problems whose backward pass is estimated to use a ring.
+#: Problems for which the cost model offers backward tiles with a ring.
 BACKWARD = [name for name in PLAIN_PROBLEMS if name != "causal clips"]
 
 
@@ -336,7 +340,7 @@ def test_gradients_are_exact_to_rounding(name: str, dtype: str, gain: float) -> 
     case = PLAIN_PROBLEMS[name]
     arrays = plain_arrays(name, dtype, gain)
     cotangent = cotangent_of(arrays.query)
-    # Compare the gradients of one batch entry, for one key/value head and the query heads that share it.
+    # Compare the gradients of one batch entry, one key/value head, and the query heads that share this head.
     entry, group = slice(2, 3), case.heads // case.heads_kv
     key_slice = (entry, ..., slice(1, 2), slice(None))
     query_slice = (entry, ..., slice(group, 2 * group), slice(None))
@@ -347,7 +351,7 @@ def test_gradients_are_exact_to_rounding(name: str, dtype: str, gain: float) -> 
     for pair in gradient_tiles(case, dtype):
         found = plain_gradients(case, pair, cotangent, arrays)
         for gradient, own, expected in zip(found[:3], own_of, exact.gradients[:3], strict=True):
-            # Query and key gradients are small differences, because the softmax of large logits saturates.
+            # For large logits, the softmax saturates, and query and key gradients are small differences.
             assert_close(gradient[own], expected, 3 * BOUNDS[dtype])
 
 
@@ -390,7 +394,10 @@ def test_a_number_that_is_not_finite_stays_in_its_entry_and_head() -> None:
 
 @pytest.mark.parametrize(("width", "tile"), [(32, (1, 4, 2)), (64, (1, 2, 4)), (64, (1, 4, 2))])
 def test_entries_that_are_alike_have_the_same_gradients(width: int, tile: tuple[int, ...]) -> None:
-    """A step that sees the whole layout along the strip waits only for its own tiles, which then arrive early."""
+    """Gradients of equal batch entries are bitwise equal, even if windows cover the whole dimension along a strip.
+
+    All steps along the strip (``ring_shape.h``) then see the same tokens, so a step waits only for its own tiles.
+    """
     window: dict[str, Any] = {"kernel_size": (4, 5, 8), "is_causal": (False, True, False)}
     keys = jax.random.split(jax.random.key(7), 4)
     arrays = [

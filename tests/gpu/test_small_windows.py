@@ -1,6 +1,6 @@
-"""The small-window kernels: selection, extreme inputs that trigger recomputation, and bitwise guarantees.
+"""The small-window kernels: selection, recomputation for extreme inputs, and bitwise equal results of repeated calls.
 
-Random problems with their tiles are in ``test_operators.py`` and ``python -m tests.fuzz --backend cutlass``.
+``test_operators.py`` and ``python -m tests.fuzz --backend cutlass`` test random problems with these kernels' tiles.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Cotangents = tuple[jax.Array, jax.Array]
 
 
 def expected(case: Case, operands: oracle.Tensors, cotangents: Cotangents) -> oracle.Reference:
-    """Run both passes in float64, one batch entry at a time."""
+    """Return the oracle's float64 results of both passes, computed one batch entry at a time."""
     alone = dataclasses.replace(case, batch=1)
     entries = [
         expected_of(alone, *jax.tree.map(lambda array, i=i: array[i : i + 1], (operands, cotangents)))
@@ -59,10 +59,10 @@ def error(found: Any, exact: Any) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("layout", [(11, 19), (40, 37)])  # the first layout fits in a block
+@pytest.mark.parametrize("layout", [(11, 19), (40, 37)])  # the first layout fits in a thread block
 @pytest.mark.parametrize(("amplitude", "offset"), [(1.0, 0.0), (40.0, 0.0), (1000.0, 0.0), (1.0, 30.0), (1.0, -30.0)])
 def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float, layout: tuple[int, int]) -> None:
-    """Test logits of either sign whose exponentials would overflow or underflow both element types without a shift."""
+    """Test large positive and negative logits. Without a shift, their exponentials would overflow or underflow."""
     shape = 1, *layout, 2, 32
     query = (draw(0, *shape, dtype=jnp.float32) * amplitude + offset).astype(dtype)
     key = (draw(1, *shape, dtype=jnp.float32) + (1.0 if offset else 0.0)).astype(dtype)
@@ -74,14 +74,14 @@ def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float
     assert error(logsumexp, reference.forward.lse) <= 2e-6
     assert error(out, reference.forward.out) <= BOUNDS[dtype]
     assert error(gradients.value, reference.gradients.value) <= BOUNDS[dtype]
-    # Query and key gradients are small differences, because the softmax of large logits saturates.
+    # For large logits, the softmax saturates, and query and key gradients are small differences.
     assert error(gradients.query, reference.gradients.query) <= 3 * BOUNDS[dtype]
     assert error(gradients.key, reference.gradients.key) <= 3 * BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_logsumexp_of_one_key_is_its_logit(dtype: Any) -> None:
-    """Small logits keep their precision: the logsumexp is not computed as the logarithm of a weight near 1."""
+    """The logsumexp of a small logit keeps its precision. The logarithm of an exponential near 1 would lose it."""
     query, key, value = draw(0, 2, 12, 3, 32), draw(1, 2, 1, 3, 32), draw(2, 2, 1, 3, 32)
     query = (query * 1e-3).astype(dtype)
     key, value = key.astype(dtype), value.astype(dtype)
@@ -116,7 +116,10 @@ def symbols(function: Any, *arrays: Any) -> set[str]:
 @pytest.mark.parametrize("key_bias", [None, "tokens"])
 @pytest.mark.parametrize("queries", [1, 36, 61])
 def test_gradients_of_some_queries_that_see_all_keys(queries: int, key_bias: str | None) -> None:
-    """The window is the whole layout, which a block could hold: attention with fewer queries than keys, no origin."""
+    """The window is the whole layout, which fits in a thread block, but there are fewer queries than keys.
+
+    The call becomes attention without a query origin.
+    """
     case = Case((62,), (62,), box=(queries,), origins=((1,),), batch=2, heads=3, heads_kv=3, head_dim=32)
     case = dataclasses.replace(case, key_bias=key_bias)
     tiles: dict[str, Any] = {"q_tile_shape": (16,), "kv_tile_shape": (8,)}
@@ -124,7 +127,7 @@ def test_gradients_of_some_queries_that_see_all_keys(queries: int, key_bias: str
     check_all([Trial(case, dtype, 0, tiles) for dtype in ("float16", "bfloat16")], family_named("cutlass"))
 
 
-#: Layouts and windows that fit in a block as a whole, by head dimension.
+#: Problems whose layout, or each of its dilation groups, fits in one thread block. Names begin with the head dimension.
 WHOLE = {
     "32, whole": Case((7, 7), (7, 7), head_dim=32),
     "64, whole": Case((7, 7), (7, 7), head_dim=64),
@@ -142,7 +145,7 @@ WHOLE = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_gradients_of_layouts_that_a_block_holds_whole(name: str, dtype: str) -> None:
-    """A single launch computes all gradients if there are many heads and batch entries."""
+    """If there are many heads and batch entries, a single launch computes all gradients."""
     if (devices.default_device().compute_capability or (0, 0)) < (9, 0):
         pytest.skip("needs the engine that copies boxes")
     case = dataclasses.replace(WHOLE[name], batch=48, heads=3, heads_kv=3)
@@ -174,7 +177,7 @@ def test_gradients_of_additional_tokens(
     amplitude: float,
     dtype: str,
 ) -> None:
-    """Gradients are reproducible, for few queries and for many."""
+    """Gradients of additional tokens are reproducible, in small and large layouts."""
     case = Case(layout, (5, 5), None, None, None, None, 2, *heads, *head_dims, additional=count, fused=True)
     operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
     operands = operands._replace(query=(amplitude * operands.query.astype(jnp.float32)).astype(dtype))

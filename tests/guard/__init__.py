@@ -1,5 +1,6 @@
-"""Compare the package with records of an earlier commit, before and after a redesign.
+"""Compare the package with records of an earlier commit.
 
-Each of four modules makes one kind of record: ``signatures``, ``lowered``, ``exported`` and ``results``. ``record``
-writes them, and ``records/later.json`` lists the entries that were recorded again, with a reason for each.
+Four modules each make one kind of record: ``signatures``, ``lowered``, ``exported`` and ``results``. The command
+``record`` writes the records. ``records/later.json`` lists the entries that were recorded at a later commit, and the
+reason for each.
 """

@@ -1,4 +1,4 @@
-"""Calls of the public functions with random arrays. They use only public names of the package."""
+"""Calls of the public functions with random arrays. This module uses only public names of the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 import natten_jax
 
-#: Operands that are float32 for every element type of query, key and value.
+#: Operands that are float32, even if query, key and value have another element type.
 _FLOAT32 = "relative_bias", "key_bias", "sinks", "scale"
 
 
@@ -21,9 +21,9 @@ class Call:
     """A call of a public function.
 
     Attributes:
-        function: Its name.
-        shapes: Shape of each array of floating point numbers, by argument.
-        options: Other arguments. Lists are passed as int32 arrays.
+        function: Name of the function.
+        shapes: Shapes of the floating-point arrays, by argument name.
+        options: Other arguments, by name. A list is passed as an int32 array.
         dtype: Element type of query, key and value.
     """
 
@@ -55,7 +55,7 @@ class Call:
         return out, lse
 
     def with_gradients(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Return output, logsumexp and the gradient of each array; cotangents are the cosines of the results."""
+        """Return output, logsumexp and the gradient of each array. The cotangent of a result is its cosine."""
         (out, lse), pullback = jax.vjp(self.run, dict(arrays))
         (gradients,) = pullback((cosines(out), cosines(lse)))
         return {"out": out, "lse": lse, **{f"d_{name}": each for name, each in gradients.items()}}
@@ -67,7 +67,7 @@ class Call:
 
 
 def cosines(array: Any) -> jax.Array:
-    """Return the cosines of the finite elements, and 1 for all other elements."""
+    """Return an array with the cosine of each finite element, and 1 in place of each non-finite element."""
     return jnp.cos(jnp.where(jnp.isfinite(array), array, 0))
 
 
@@ -81,7 +81,7 @@ def windows(
     additional: int = 0,
     **more: tuple[int, ...],
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the arrays of a call with two batch entries."""
+    """Return the array shapes of a call with two batch entries, by argument name."""
     shapes = {"query": (2, *(queries or layout), heads, head_dim)}
     shapes |= dict.fromkeys(("key", "value"), (2, *layout, heads_kv, head_dim))
     if additional:

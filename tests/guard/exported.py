@@ -1,4 +1,4 @@
-"""Exported programs for the CPU, some with their derivative."""
+"""Programs that are exported for the CPU, some of them with their derivative."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Program:
     """A program.
 
     Attributes:
-        call: The call.
-        vjp_order: Number of derivatives that the restored program supports.
+        call: The call that the program makes.
+        vjp_order: Number of times that the restored program can be differentiated.
     """
 
     call: Call
@@ -63,7 +63,7 @@ def take(names: Sequence[str] = tuple(PROGRAMS)) -> dict[str, np.ndarray]:
 
 
 def disagreements(name: str, recorded: np.ndarray) -> list[str]:
-    """Compare a restored program with today's call, and return the differences."""
+    """Run a recorded program and the same call in this tree, and return the differences of their results."""
     program = PROGRAMS[name]
     restored = jax.export.deserialize(bytearray(recorded.tobytes()))
     arrays = program.call.arrays(1)

@@ -1,4 +1,4 @@
-"""Custom calls in programs that are lowered for GPUs, simulated on this machine."""
+"""Custom calls in programs that are lowered for GPUs. The GPUs are simulated, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.guard.calls import Call, windows
 from tests.support.machine import Machine
 
 GPUS = {"sm_80": (8, 0), "sm_90": (9, 0)}
-#: Operations that move data between devices.
+#: Names of operations that move data between devices.
 _COLLECTIVES = "all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter"
 
 
 @contextlib.contextmanager
 def fake_gpu(name: str) -> Iterator[None]:
-    """Make this process lower programs as on a machine with a GPU, with kernels for it."""
+    """Let this process lower programs as on a machine that has a GPU, and a build with kernels for this GPU."""
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(patch)
         build = {**native.build_info(), "cuda_architectures": ["80", "90a"]}
@@ -42,11 +42,11 @@ class Case:
     """A program.
 
     Attributes:
-        call: The call.
-        targets: Prefix of the custom call that it must have, by GPU.
-        passes: ``forward``, ``gradients``.
-        mesh: Kind of mesh, or ``None`` for one device.
-        spec: Mesh axes of the dimensions of query, key and value.
+        call: The call that the program makes.
+        targets: Name prefix of the custom calls that the program must contain, by GPU.
+        passes: Passes to lower, from ``forward`` and ``gradients``.
+        mesh: Kind of sharding: ``shard_map``, or a mesh with ``auto`` or ``explicit`` axes. ``None`` for one device.
+        spec: Mesh axes over which the dimensions of query, key and value are sharded.
     """
 
     call: Call
@@ -122,7 +122,7 @@ _MESHES = "shard_map", "auto", "explicit"
 
 
 def cases() -> dict[str, Case]:
-    """Return all cases; program names are ``GPU/call/pass``."""
+    """Return all cases by name."""
     found = {name: Case(call, targets) for name, (call, targets) in _CALLS.items()}
     fp8 = _na2d(_LARGE, {"head_dim": 128}, fp8="e4m3", backend="hopper-fna")
     found["fp8"] = Case(fp8, {"sm_90": "sm90_forward_float8"}, ("forward",))
@@ -134,7 +134,7 @@ def cases() -> dict[str, Case]:
 
 
 def programs() -> dict[str, tuple[str, Case, str]]:
-    """Return the GPU, case and pass of each program, by name."""
+    """Return the GPU, case and pass of each program. The program's name is ``GPU/case/pass``."""
     return {
         f"{gpu}/{name}/{pass_}": (gpu, case, pass_)
         for gpu in GPUS
@@ -145,9 +145,9 @@ def programs() -> dict[str, tuple[str, Case, str]]:
 
 
 def required_targets(name: str) -> set[str]:
-    """Return the custom calls that a program must have."""
+    """Return the names of the custom calls that a program must contain."""
     gpu, case, pass_ = programs()[name]
-    if case.mesh == "auto":  # XLA's partitioner lowers the per-device calls when it compiles
+    if case.mesh == "auto":  # the calls of each device are lowered later, by XLA's partitioner
         return {"CustomSPMDPartitioning"}
     prefix = f"natten_jax_{case.targets[gpu]}"
     if prefix.endswith("float8"):
@@ -156,7 +156,7 @@ def required_targets(name: str) -> set[str]:
 
 
 def take(names: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """Return descriptions of the custom calls of programs, one line for each distinct call."""
+    """Return a list of lines for each program: a description of each distinct custom call."""
     found = {}
     for gpu, group in itertools.groupby(names or programs(), lambda name: name.split("/")[0]):
         with fake_gpu(gpu):
@@ -167,7 +167,7 @@ def take(names: Sequence[str] | None = None) -> dict[str, list[str]]:
 
 
 def lines_of(case: Case, function: Callable[[Mapping[str, Any]], Any]) -> list[str]:
-    """Return the custom calls of a function that is lowered for a GPU with the arrays and mesh of a case."""
+    """Lower a function for a GPU with the arrays and mesh of a case, and return descriptions of its custom calls."""
     operands = case.call.abstract_arrays()
     context: Any = contextlib.nullcontext()
     if case.mesh is not None:
@@ -190,10 +190,11 @@ def lines_of(case: Case, function: Callable[[Mapping[str, Any]], Any]) -> list[s
 
 
 class Reader:
-    """The custom calls of a StableHLO module.
+    """Describes the custom calls of a StableHLO module.
 
-    Each operand is described by its type and by the arguments of the program that it depends on, so that exchanged
-    operands of the same type differ. The body of a function is read at each of its calls.
+    The description of an operand contains its type and the program's arguments on which it depends. If two operands of
+    the same type are exchanged, the description therefore changes. The body of a function is
+    read once per call of the function.
     """
 
     def __init__(self, module: Any, arguments: Sequence[str]) -> None:
@@ -201,16 +202,16 @@ class Reader:
         self._functions = {_symbol(op): op.regions[0].blocks[0] for op in functions}
         self._lines: dict[str, None] = {}
         main = self._functions["main"]
-        # Integer arrays are constants, so the arguments are the other operands, sorted by name.
+        # Integer arrays are constants of the program. Its arguments are the floating-point arrays, sorted by name.
         count = len(main.arguments)
         self._walk(main, [frozenset({name}) for name in arguments][:count])
 
     def lines(self) -> list[str]:
-        """Return a line for each distinct call, sorted."""
+        """Return the sorted descriptions of the distinct calls."""
         return sorted(self._lines)
 
     def _walk(self, block: Any, inputs: Sequence[frozenset[str]], outer: Any = None) -> list[frozenset[str]]:
-        """Return the arguments that each result of a block depends on."""
+        """Read the calls in a block, and return the program arguments on which each result of the block depends."""
         known = {} if outer is None else dict(outer)
         known |= dict(zip(block.arguments, inputs, strict=True))
         results: list[frozenset[str]] = []

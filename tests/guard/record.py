@@ -1,8 +1,9 @@
 """``python -m tests.guard.record``: compare this tree with the records, or record it.
 
-Without options, everything is recorded again: use this only at the reference commit. ``--show`` prints
-all differences. ``--later NAME ... --why TEXT`` records single entries that are meant to differ, and lists them with
-the reason in ``records/later.json``. Names are in the form that ``--show`` prints, ``signatures:natten_jax.na2d``.
+Without options, the command records all entries again. Use this only at the reference commit. ``--show`` prints the
+differences between this tree and the records, and writes nothing. ``--later NAME ... --why TEXT`` records single
+entries that are intended to differ, and adds them with the reason to ``records/later.json``. A name has the form that
+``--show`` prints, for example ``signatures:natten_jax.na2d``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.guard import exported, lowered, results, signatures
 
 RECORDS = Path(__file__).parent / "records"
 LATER = RECORDS / "later.json"
-#: Functions that return the records of each kind for this tree.
+#: For each kind of record, the function that returns the records of this tree.
 KINDS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "signatures": signatures.take,
     "lowered": lowered.take,
@@ -29,7 +30,7 @@ KINDS: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 
 def load(kind: str) -> dict[str, Any]:
-    """Load the records of a kind, by name."""
+    """Load the records of a kind. Return a dictionary by entry name."""
     if kind in ("signatures", "lowered"):
         records: dict[str, Any] = json.loads((RECORDS / f"{kind}.json").read_text(encoding="utf-8"))
         return records
@@ -48,13 +49,13 @@ def save(kind: str, records: Mapping[str, Any]) -> None:
 
 
 def differences(kind: str, found: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return descriptions of all differences between records and this tree, by name."""
+    """Return a description of each difference between the records and this tree, by entry name."""
     recorded = load(kind)
     if kind == "exported":
         texts = {name: "\n".join(exported.disagreements(name, each)) for name, each in recorded.items()}
         return {name: text for name, text in texts.items() if text}
     found = KINDS[kind]() if found is None else found
-    if kind == "signatures":  # flax may be missing
+    if kind == "signatures":  # without flax, this tree has no entries of flax_modules
         modules = {name.split(".")[0] for name in found}
         recorded = {name: text for name, text in recorded.items() if name.split(".")[0] in modules}
     different = dict.fromkeys(found.keys() - recorded.keys(), "is new")
@@ -76,7 +77,7 @@ def _difference(kind: str, name: str, recorded: Any, found: Any) -> str | None:
 
 
 def record_later(names: Sequence[str], why: str) -> None:
-    """Record entries again, with the reason.
+    """Record single entries again, and add the reason to ``records/later.json``.
 
     Raises:
         ValueError: A name matches no entry.

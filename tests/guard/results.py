@@ -1,4 +1,4 @@
-"""Outputs and gradients of random problems on the CPU: four of five by the CPU kernels, the rest by flex."""
+"""Outputs and gradients of random problems on the CPU. Every fifth problem runs on flex, the others on CPU kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.problems import QUICK_COMPILATION
 PROBLEMS = 200
 #: Number of problems per compiled program.
 AT_ONCE = 10
-#: Largest ``||found - recorded|| / ||recorded||``.
+#: Maximum of ``||found - recorded|| / ||recorded||``, by element type.
 TOLERANCES = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 def problem(number: int) -> Call:
-    """Draw the random problem of a number."""
+    """Draw a random problem. ``number`` seeds the random numbers."""
     rng = np.random.default_rng([2026, number])
 
     def chance(share: float) -> bool:
@@ -80,7 +80,7 @@ def problem(number: int) -> Call:
 
 
 def take(numbers: Sequence[int] = range(PROBLEMS)) -> dict[str, np.ndarray]:
-    """Return the results of problems as float32, by ``NUMBER/array``."""
+    """Return the results of problems as float32, by names like ``007/d_query``."""
     found: dict[str, np.ndarray] = {}
     for first in range(0, len(numbers), AT_ONCE):
         some = {number: problem(number) for number in numbers[first : first + AT_ONCE]}
@@ -95,7 +95,7 @@ def take(numbers: Sequence[int] = range(PROBLEMS)) -> dict[str, np.ndarray]:
 
 
 def difference(recorded: np.ndarray, found: np.ndarray, dtype: str) -> str | None:
-    """Return a description of the difference of an array, or None if it is within the tolerance."""
+    """Return a description of the difference between two arrays, or None if it is within the tolerance."""
     if recorded.shape != found.shape:
         return f"shape {found.shape}, recorded {recorded.shape}"
     if not np.array_equal(np.isfinite(recorded), np.isfinite(found)):

@@ -1,4 +1,4 @@
-"""Signatures of the public names, and flags of the command lines."""
+"""Signatures of the public functions and classes, and flags of the commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = "natten_jax.profiler", "natten_jax.doctor"
 
 
 def take() -> dict[str, str]:
-    """Return the signature of each public name, and the definition of each flag."""
+    """Return the signature of each public name, and nargs, default and choices of each flag."""
     found: dict[str, str] = {}
     for name in MODULES:
         if name.startswith("flax_modules") and importlib.util.find_spec("flax") is None:
@@ -85,7 +85,7 @@ def _signature(value: Any) -> str:
 
 
 class _CapturedError(Exception):
-    """Ends a program at its first call of a parser."""
+    """Raised when a command parses its arguments. It ends the command and holds the parser."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser

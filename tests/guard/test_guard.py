@@ -1,4 +1,4 @@
-"""The package agrees with the records, except for the entries that were recorded later."""
+"""The package agrees with the records, including the entries that were recorded at a later commit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.guard import exported, lowered, record, results
 
-#: Number of programs per test.
+#: Number of programs that a test lowers.
 PROGRAMS = 40
 NAMES = list(lowered.programs())
 

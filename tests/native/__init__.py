@@ -1,1 +1,1 @@
-"""The native libraries: symbols, rejected calls, and calling conventions."""
+"""Tests of the native libraries: symbols, rejected calls, kernel limits, and C++ programs."""

@@ -1,6 +1,7 @@
-"""Malformed direct calls of the custom call targets must raise errors with messages, and never crash.
+"""Malformed direct calls of the custom call targets must raise errors with messages, and must not crash the process.
 
-The calls run in separate processes that report before and after each call, so that a crash fails only its call.
+The calls run in separate processes. A process reports before and after each call. If a call crashes its process, only
+this call fails, because a new process runs the remaining calls.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from tests.support.programs import run_python
 TARGET_PARAMETERS = [pytest.param(target, id=target.label, marks=target.marks) for target in TARGETS]
 
 
-#: Number of cases per process: starting a process takes as long as some tens of calls.
+#: Maximum number of cases per process. There are many, because starting a process takes as long as some tens of calls.
 AT_ONCE = 275
 
 
 def groups() -> dict[str, tuple[Target, list[str]]]:
-    """Return the cases of each process by name; all cases of a process call the same target."""
+    """Return a target and the names of its cases for each process, by the name of the group."""
     found = {}
     for target in TARGETS:
         names = [name for name, (own, _) in CASES.items() if own is target]
@@ -41,7 +42,7 @@ GROUPS = groups()
 
 
 def outcomes(platform: str, names: list[str]) -> dict[str, str]:
-    """Return the outcome of each case; after a crash or a hang, the next process continues with the following case."""
+    """Return the outcome of each case. After a crash or a hang, a new process continues with the next case."""
     found: dict[str, str] = {}
     remaining = names
     environment = {"JAX_PLATFORMS": platform, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -63,7 +64,7 @@ def outcomes(platform: str, names: list[str]) -> dict[str, str]:
 def complaint(name: str, outcome: str) -> str | None:
     """Return an error message if the outcome of a case is wrong."""
     case = CASES[name][1]
-    # An error of the device persists after the call that caused it.
+    # A GPU error is a failure: it persists, and would make all later calls of the process fail.
     if outcome.startswith(("crashed", "did not end")) or DEVICE_ERROR in outcome:
         return f"{name} {outcome}"
     if case.message is None:
@@ -90,14 +91,14 @@ def test_every_target_of_the_build_is_tested_here() -> None:
 
 
 def operator_attributes(call: Call) -> dict[str, Any]:
-    """Return the biases of a call, as the arguments of operators; absent biases are omitted."""
+    """Return the biases of a call as keyword arguments of an operator, without absent biases."""
     table, keys = (call.operands.get(name, np.zeros(0)) for name in BIASES)
     found = {"relative_bias": table[0].reshape(2, 3, 5, 5)} if table.size else {}
     return found | ({"key_bias": np.moveaxis(keys, -1, 1)} if keys.size else {})
 
 
 def sinks_of(call: Call) -> np.ndarray | None:
-    """Return the sinks of a forward call, which most passes store next to the scale of the head."""
+    """Return the sinks of a forward call, or ``None``. Most targets have sinks in the array of per-head scales."""
     sinks = call.operands.get("sinks", call.operands["scales"][..., 1:])
     return sinks[0, :, 0] if sinks.size else None
 
@@ -105,7 +106,7 @@ def sinks_of(call: Call) -> np.ndarray | None:
 @pytest.mark.parametrize("has_arrays", [True, False])
 @pytest.mark.parametrize("target", TARGET_PARAMETERS)
 def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
-    """The valid call runs: otherwise, errors of invalid calls would prove nothing."""
+    """The valid call succeeds. Malformed calls are changed valid calls, so their errors come from the changes."""
     call = good_call(target)
     if target.has_problem and not has_arrays:
         call.operands["origins"] = call.operands["origins"][:0]

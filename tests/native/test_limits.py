@@ -1,4 +1,4 @@
-"""Kernel limits reported by the native module, and the match between them and the backends' tiles."""
+"""Limits of the kernels that the native module reports, and tile sizes that backends offer within these limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOPPER = Device("cuda", (9, 0), is_present=False)
 
 
 def most_tokens(name: str, head_dim: int, pass_: Pass, dtype: str, device: Device) -> tuple[int, int]:
-    """Return the number of tokens of the largest query and key/value tile that a backend offers."""
+    """Return the sizes in tokens of the largest query tile and the largest key/value tile that a backend offers."""
     problem = simulator.problem_of((1024,), 8, head_dim=head_dim, dtype=dtype)
     backend = backends.find(f"{name}-fna", "fna")
     assert backend.rejection(problem, device, pass_) is None
@@ -53,7 +53,10 @@ def test_hopper_tiles(head_dim: int, forward: tuple[int, int], backward: tuple[i
      ("float32", 72, 64), ("float32", 256, 64)],
 )  # fmt: skip
 def test_portable_tiles(capability: tuple[int, int], dtype: str, head_dim: int, queries: int | None) -> None:
-    """``queries=None`` stands for 256 queries if an SM has enough shared memory, otherwise for 128."""
+    """``queries`` is the size of the largest query tile.
+
+    ``None`` means 256 if an SM has enough shared memory, otherwise 128.
+    """
     device = Device("cuda", capability, is_present=False)
     queries = queries or (256 if capability[0] in (9, 10) else 128)
     assert most_tokens("cutlass", head_dim, "forward", dtype, device) == (queries, 128)

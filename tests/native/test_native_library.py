@@ -1,4 +1,4 @@
-"""The native library: symbols, CUDA version, in-place calls and sums of bias gradients."""
+"""The native libraries: symbols, CUDA version, calls whose results alias operands, and memory for bias gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from natten_jax.problem import problem_of
 from natten_jax.windows import Edge
 from tests.support import oracle
 
-# The native libraries as the dynamic linker sees them: exported symbols, dependencies, and hardening.
+# Dynamic linking of the native libraries: exported symbols, dependencies, and hardening.
 
 
 SOURCES = Path(__file__).parents[2] / "csrc"
@@ -37,20 +37,20 @@ LIBRARIES = ("_native", "libnatten_jax")
 
 
 def file_of(library: str) -> Path:
-    """Return the path of a library of this installation."""
+    """Return the path of an installed native library."""
     path = native.path()
     assert path is not None, native.load_error
     return Path(path) if library == "_native" else Path(path).with_name("libnatten_jax.so")
 
 
 def readelf(library: str, *options: str) -> str:
-    """Return the output of binutils' readelf for a library; binutils come with every compiler."""
+    """Return the output of ``readelf`` for a library. Builds need a compiler, which comes with ``readelf``."""
     command = ["readelf", "--wide", *options, str(file_of(library))]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def dynamic_symbols(library: str) -> dict[str, bool]:
-    """Return symbol names, with True for symbols that the library defines."""
+    """Return the library's dynamic symbols by name: True if the library defines the symbol, False if it imports it."""
     symbols = {}
     for line in readelf(library, "--dyn-syms").splitlines():
         fields = line.split()
@@ -61,7 +61,10 @@ def dynamic_symbols(library: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_only_required_symbols_are_exported(library: str) -> None:
-    """Weak symbols of C++ standard library templates would be shared with every other library of the process."""
+    """Libraries export only the symbols in ``allowed``.
+
+    Exported weak symbols of C++ standard library templates would be shared with all other libraries in the process.
+    """
     exported = [name for name, is_defined in dynamic_symbols(library).items() if is_defined]
     allowed = r"PyInit__native" if library == "_native" else r"_ZN10natten_jax(7targets|10build_info|12cuda_devices)\w*"
     assert exported
@@ -69,7 +72,11 @@ def test_only_required_symbols_are_exported(library: str) -> None:
 
 
 def test_kernels_share_no_cpp_library() -> None:
-    """With a copy per library, error messages used the streams of the first copy that a process loaded, and crashed."""
+    """The kernel library must not contain or load a C++ standard library.
+
+    When each library contained a copy, error messages used the streams of the copy that the process loaded first, and
+    crashed.
+    """
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("libnatten_jax", "--dynamic"))
     assert needed
     assert not [name for name in needed if "stdc++" in name or "gcc_s" in name]
@@ -87,9 +94,9 @@ def test_libraries_are_hardened(library: str) -> None:
 
 @pytest.mark.skipif(not SOURCES.is_dir(), reason="there is no clone")
 def test_every_module_declares_that_it_needs_no_gil() -> None:
-    """A free-threaded interpreter enables its GIL again when it imports a module without this declaration.
+    """A module must declare that it needs no GIL. Otherwise, a free-threaded interpreter enables the GIL at its import.
 
-    The test reads the source, because modules for other interpreters lack the declaration in their machine code.
+    The test reads the source code, because only modules for free-threaded interpreters contain the declaration.
     """
     texts = [path.read_text() for path in SOURCES.rglob("*.cpp")]
     modules = [options for text in texts for options in re.findall(r"^PYBIND11_MODULE\((.*)\) \{", text, re.MULTILINE)]
@@ -108,11 +115,11 @@ def test_a_free_threaded_interpreter_stays_without_a_gil() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(program), str(file_of("_native"))], check=True)
 
 
-# Kernels that were compiled with another CUDA version than JAX's plugin.
+# Kernels that were compiled with a CUDA version that differs from the version of JAX's plugin.
 
 
 def install(monkeypatch: pytest.MonkeyPatch, built: str | None, plugins: Sequence[str]) -> None:
-    """Simulate kernels compiled with a CUDA version, and installed JAX plugins."""
+    """Simulate kernels that were compiled with CUDA ``built``, and the installed JAX ``plugins``."""
     entries = metadata.EntryPoints(metadata.EntryPoint(name, "nowhere", "jax_plugins") for name in plugins)
     info: dict[str, Any] = {"cuda_version": built, "cuda_architectures": []}
     monkeypatch.setattr(metadata, "entry_points", lambda *, group: entries.select(group=group))
@@ -167,16 +174,16 @@ def test_in_place_results_are_not_slices_of_other_arrays(replaces: int | None) -
     assert before.count("optimization_barrier") == after.count("optimization_barrier") == expected
 
 
-# Records of the relative bias sums have room for the offsets of every tile, and lanes read table entries from different
-# banks of shared memory.
+# Memory for relative biases in small-window kernels. A record holds the sums of logit gradients of a query tile: one
+# sum per offset. It has room for all offsets of a tile. The lanes of a warp read table entries from different banks.
 
 
-#: Number of header words of a record.
+#: Number of words in the header of a record.
 _HEADER = 4
 
 
 def offsets_of_tiles(mask: np.ndarray, tile: int) -> list[int]:
-    """Return the number of offsets between keys and queries in each query tile."""
+    """Return the number of offsets between queries and their keys for each query tile."""
     found = []
     for first in range(0, len(mask), tile):
         queries, keys = np.nonzero(mask[first : first + tile])
@@ -197,7 +204,7 @@ def test_records_cover_the_keys_that_tiles_see(tile: int, edges: Edge, is_causal
         problem = problem_of((extent,), kernel_size, stride, is_causal=is_causal, edges=edges)
         mask = oracle.line_mask(extent, kernel_size, stride, 1, is_causal, edges)
         found = native.bias_sums(axis_rows(problem), (1, 1, extent), (1, 1, tile), (1, 1, 8))
-        # Every other row of a record begins one number later.
+        # A record has one more number than offsets, because the gradients of some queries are stored one number later.
         assert found.record - _HEADER >= max(offsets_of_tiles(mask, tile)) + 1
         assert found.tiles == -(-extent // tile)
         assert found.record <= 2 * kernel_size + 16 + _HEADER
@@ -212,7 +219,10 @@ def test_tiles_of_all_dilation_groups_are_counted() -> None:
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_tiles_do_not_extend_a_dimension_of_one_token(pass_: Pass) -> None:
-    """Otherwise, gradients of logits in nonexistent rows would be added to the sums."""
+    """Tiles have extent 1 in dimensions of one token.
+
+    Otherwise, gradients of logits of nonexistent queries would be added to the sums.
+    """
     backend, device = backends.find("cutlass-fna", "fna"), Device("cuda", (9, 0), is_present=False)
     rows = 0 if pass_ == "forward" else 1
     for layout, kernel_size in (((1, 1, 40), (1, 1, 7)), ((1, 12, 9), (1, 3, 5)), ((40, 1), (7, 1))):
@@ -223,7 +233,10 @@ def test_tiles_do_not_extend_a_dimension_of_one_token(pass_: Pass) -> None:
 
 
 def reads_of_warp(line: int, lines: int, tile: tuple[int, ...], group: tuple[int, ...], order: tuple[int, ...]) -> int:
-    """Return the maximum number of words per bank that a warp reads: a word for each of 8 rows and each column pair."""
+    """Return the maximum number of words that a warp reads from one bank of shared memory.
+
+    The warp reads a word for each of 8 rows and each pair of columns.
+    """
     pitch = (line * lines, line, 1)
     words = set()
     for row, column in itertools.product(range(8), range(0, 8, 2)):

@@ -1,4 +1,4 @@
-"""C++ programs and the build: checks of handlers, denormals, small windows, and options of linkers."""
+"""C++ test programs (argument checks, denormals, small-window kernels), and linker options of the build."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import pytest
 
 from tests.support.native_programs import COMPILER, ROOT, output_of
 
-# Native handlers check everything: arguments that XLA never passes, and arrays larger than the memory of test machines.
+# Argument checks of the native handlers, also for arguments that XLA never passes and for arrays that do not fit in
+# memory.
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the output lines of a program that calls the checks."""
+    """Return the lines that the program ``native_checks`` prints: the result of each check."""
     sources = [f"ffi/{name}.cpp" for name in ("decode", "handler_support")]
     folder = tmp_path_factory.mktemp("native")
     return output_of("native_checks", sources, folder, includes=[jax.ffi.include_dir()]).splitlines()
@@ -47,22 +48,27 @@ def test_counters_of_small_window_kernels_fit_32_bits(answers: list[str]) -> Non
     ]
 
 
-# Shared memory of kernels for small windows is large enough for layouts of any length.
+# The shared memory of small-window kernels is large enough for layouts of any length.
 
 
 def test_boxes_and_tables_have_room_for_layouts_of_all_lengths(tmp_path: Path) -> None:
-    """Keys near both ends of a short layout are seen by the most queries."""
+    """In short layouts, some keys are near both ends. The most queries see these keys, which need the most memory."""
     sources = [f"cuda/small/{name}.cpp" for name in ("region", "region_shape", "region_time", "ring_shape")]
     regions, *too_small = map(int, output_of("region_boxes", sources, tmp_path, options=["-O1"]).split())
     assert regions > 1000
     assert too_small == [0, 0]
 
 
-# CTAs with a ring share the slow strips evenly.
+# CTAs of ring kernels get about equally many slow strips. Strips are the parts of a layout along which CTAs move.
 
 
 def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None:
-    """Strips near a border take longer: with 8 strips and 132 CTAs, an unbalanced order gives some CTAs two of them."""
+    """Strips next to a border take longer than others.
+
+    The assignment of strips to CTAs rotates from round to round. The test counts the border strips of each CTA. The
+    maximum must be at most one more than the average, rounded up. It must not exceed the maximum without rotation, and
+    must be smaller for some layouts.
+    """
     sources = [f"cuda/small/{name}.cpp" for name in ("ring_balance", "ring_shape")]
     output = output_of("ring_turns", sources, tmp_path, options=["-O1"])
     layouts = [tuple(map(int, line.split())) for line in output.splitlines()]
@@ -74,10 +80,11 @@ def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None
     assert any(most < most_without for _, most, most_without, _ in layouts)
 
 
-# CPU kernels flush denormals on every participating thread, and restore the mode of each thread.
+# CPU kernels flush denormals on every thread that takes part. Afterwards, they restore the floating-point mode of each
+# thread.
 
 
-#: By target machine: the compiler with link options, and the emulator that runs the program.
+#: Compiler command and emulator command for each target machine. The emulator runs the compiled program.
 TOOLCHAINS = {"this": ([COMPILER], []), "aarch64": (["aarch64-linux-gnu-g++", "-static"], ["qemu-aarch64"])}
 
 
@@ -95,16 +102,17 @@ def test_denormals_are_zero_in_kernels_and_nowhere_else(machine: str, tmp_path: 
     assert found.stdout.splitlines() == ["zero zero kept kept"] * 2
 
 
-#: Replacement for pybind11, which is only installed in builds.
+#: CMake code that replaces pybind11, which is installed only during builds.
 PYBIND11 = "function(pybind11_add_module name)\n  add_library(${name} MODULE ${ARGN})\nendfunction()\n"
 
-#: Options of GNU's linker and libraries.
+#: Parts of options that only the GNU linker and GNU libraries support.
 GNU = ("-Wl,-z", "version-script", "gc-sections", "exclude-libs", "-static-libstdc++", "-static-libgcc", "$ORIGIN")
 
-#: Settings that CMake detects on a Mac.
+#: CMake code with settings that CMake would detect on a Mac.
 ASKED = "".join(f"set(CMAKE_SHARED_LIBRARY_RUNTIME_{language}_FLAG -Wl,-rpath,)\n" for language in ("C", "CXX"))
 
-#: Programs for macOS cannot be linked here, so CMake's checks compile static libraries and do not edit them.
+#: CMake variables for macOS as the target. Programs for macOS cannot be linked on other systems. CMake's checks
+#: therefore only build static libraries. ``true`` replaces the tool that edits installed libraries.
 MACOS = {
     "CMAKE_SYSTEM_NAME": "Darwin",
     "CMAKE_SYSTEM_PROCESSOR": "arm64",

@@ -1,1 +1,1 @@
-"""The public functions: results against the oracle, arguments, and warnings."""
+"""Tests of the public functions: results compared with the oracle, arguments, and errors."""

@@ -1,7 +1,8 @@
-"""Biases, sinks and scales that hide keys, are very low or are not finite: every backend follows one rule.
+"""Extreme numbers in biases, sinks and scales. Every backend follows the same rules:
 
-Numbers from ``finfo.min`` to half of it hide keys as ``-inf`` does, NaN and infinity make results non-finite, and
-logits that are all equally low have equal weights.
+- Numbers from ``finfo.min`` to half of it count as ``-inf``. A bias of ``-inf`` hides (masks out) keys.
+- NaN and infinity make results non-finite.
+- If all logits of a query are equally low, its keys have equal weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CASES = {
     "extents": Case((14,), (5,), batch=2, heads=2, extents=((9,), (14,)), key_bias="heads", sinks=True),
     "attention": Case((40,), queries=25, is_causal=(True,), heads=2, heads_kv=2, key_bias="heads", sinks=True),
 }
-#: Windows that exercise different forms of the GPU kernels.
+#: Problems that run in different forms of the GPU kernels.
 GPU_CASES = {
     "7x7": Case((20, 20), (7, 7), heads=2, heads_kv=2, head_dim=32, relative_bias=True, key_bias="heads", sinks=True),
     "7x7 of keys": Case((20, 20), (7, 7), heads=2, heads_kv=2, head_dim=32, key_bias="heads", sinks=True),
@@ -41,7 +42,7 @@ GPU_CASES = {
     "13x13, table": Case((33, 32), (13, 13), heads=2, heads_kv=2, head_dim=64, relative_bias=True),
     "33x33": Case((40, 40), (33, 33), heads=2, heads_kv=2, head_dim=128, key_bias="heads", sinks=True),
 }
-#: Operand, number and extent of the replacement.
+#: Replacements of numbers: operand, new number, and extent of the replaced part.
 SPOILED = [
     *(
         (name, number, extent)
@@ -58,12 +59,12 @@ SPOILED = [
 
 
 def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed:
-    """Return the problem with the biases that the family supports."""
+    """Return the problem without biases that the family does not support."""
     return with_supported_terms(Fuzzed(family.name, case.with_edges_of(family), dtype, 3), family)
 
 
 def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
-    """List the errors in the results of a problem with spoiled numbers. They run in a single program."""
+    """List the errors in the results of a problem with each replacement in ``spoiled``, using one compiled program."""
 
     run = jax.jit(both_passes(problem.case.operator(problem.backend)), compiler_options=QUICK_COMPILATION)
 
@@ -83,7 +84,7 @@ def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
 
 
 def check(family: Family, case: Case, dtype: str, *, is_narrow: bool = False, without: Collection[str] = ()) -> None:
-    """Check every number in every operand of a problem, except the numbers in ``without``."""
+    """Check the results with every replacement in ``SPOILED``, except replacements by a number in ``without``."""
     problem = problem_of(family, case, dtype)
     operands, _ = problem.inputs()
     spoiled = [
@@ -111,7 +112,7 @@ def test_one_rule_for_all_numbers(family: Family, name: str) -> None:
     ids=["mask", "key_bias", "relative_bias"],
 )
 def test_rows_without_keys_are_zero_and_leave_no_trace_in_merges(family: Family, hidden: dict[str, Any]) -> None:
-    """Check the table of libraries in docs/numerics.md, for this package and for JAX."""
+    """Check what the table of libraries in docs/numerics.md says about this package and about JAX."""
     if not hidden.keys() <= set(family.capabilities.takes):
         pytest.skip(f"{family.name} adds no such bias")
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8)).astype(family.dtype)
@@ -142,7 +143,7 @@ def test_half_precision_masks_hide_by_their_own_minimum(family: Family, half: st
 
 
 def test_sums_of_finite_biases_hide_no_key(family: Family) -> None:
-    """Kernels compare each operand with the limit, not sums of operands, which may overflow."""
+    """Kernels compare each bias with the limit that hides keys. The sum of biases may overflow, and is not compared."""
     case = dataclasses.replace(CASES["all"], sinks=False)
     problem = problem_of(family, case, family.dtype)
     if len(problem.description().biases) < 2:
@@ -163,7 +164,7 @@ def test_sums_of_finite_biases_hide_no_key(family: Family) -> None:
 
 @pytest.mark.parametrize("low", [-1e9, -3e13, -1e30, -1.7e38])
 def test_low_products_of_queries_and_keys_have_equal_weights(family: Family, low: float) -> None:
-    """Equal keys have equal weights, for every value of their logit."""
+    """If all keys are equal, they have equal weights, even if their logit is very low."""
     dtype = "bfloat16" if "bfloat16" in family.dtypes else family.dtype
     root = float(np.sqrt(-low / 8))
     query = jnp.full((1, 21, 2, 8), root, dtype)
@@ -224,7 +225,7 @@ def test_equal_sinks_and_biases_share_weight(low: float) -> None:
 
     mean = value[0, 1:4].mean(0)
     np.testing.assert_allclose(attend(jnp.float32(low))[0, 2], 0.75 * mean, rtol=0.01)
-    # The next lower float is lower by at least 64: as a sink, it has almost no weight and gradient.
+    # The next lower float32 number is lower by at least 64. A sink with this number has almost no weight and gradient.
     lower = jnp.nextafter(jnp.float32(low), -jnp.inf)
     out, pullback = jax.vjp(attend, lower)
     np.testing.assert_allclose(out[0, 2], mean, rtol=1e-6)

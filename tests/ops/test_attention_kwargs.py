@@ -1,4 +1,4 @@
-"""``attention_kwargs`` is checked even if a call does not use it."""
+"""Calls check ``attention_kwargs`` even if they do not use this argument."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRONG = [
     ({"q_tile_shape": (4,), "kv_tile_shape": (4,)}, TypeError, ("'q_tile_shape'", "did you mean 'q_tile_size'?")),
     ([("backend", "cpu-fmha")], TypeError, ("mapping",)),
     ("backend", TypeError, ("mapping", "'backend'")),
-    # Options that ``attention`` rejects.
+    # Arguments that ``attention`` itself rejects, except arrays.
     *((row.changes, row.error, row.message) for row in ATTENTION_ROWS if row.changes.keys().isdisjoint(ARRAYS)),
 ]
 
@@ -39,7 +39,7 @@ USES: dict[str, dict[str, Any]] = {
 
 
 def run(use: str, attention_kwargs: Any, **more: Any) -> Any:
-    """Run ``na1d`` with head dimension 16, whose default scale is 0.25."""
+    """Run ``na1d`` with a head dimension of 16, for which the default scale is 0.25."""
     array, extra = (jax.random.normal(jax.random.key(seed), (1, n, 2, 16)) for seed, n in ((0, 9), (1, 3)))
     arguments = {name: extra if name.startswith("additional") else value for name, value in USES[use].items()}
     return OPERATORS[1](array, array, array, **arguments, **more, attention_kwargs=attention_kwargs)
@@ -67,7 +67,10 @@ def test_flax_modules_refuse_wrong_values_at_construction(
 
 
 def test_one_tile_overrides_that_of_the_whole_layout() -> None:
-    """For windows of the whole layout, ``q_tile_size`` pairs with the call's ``kv_tile_shape``; otherwise it raises."""
+    """``q_tile_size`` without ``kv_tile_size`` is valid only if the window is the whole layout.
+
+    The key/value tile then comes from the call's ``kv_tile_shape``.
+    """
     array = jax.random.normal(jax.random.key(0), (1, 4, 5, 2, 8))
     tiles = {"q_tile_shape": (2, 4), "kv_tile_shape": (2, 2), "backend": "flex-fna"}
     call = lambda window, **more: OPERATORS[2](array, array, array, window, **tiles, **more)  # noqa: E731
@@ -124,7 +127,7 @@ def test_causal_attention_of_a_whole_sequence() -> None:
     np.testing.assert_array_equal(run("whole layout", {"is_causal": True}, is_causal=True), expected)
     with pytest.raises(ValueError, match=r"^attention_kwargs: is_causal=False contradicts .*is_causal=True"):
         run("whole layout", {"is_causal": False}, is_causal=True)
-    # All queries see additional tokens.
+    # Attention to additional tokens is never causal, so False agrees with the call.
     run("additional", {"is_causal": False}, is_causal=True)
     with pytest.raises(ValueError, match=r"^attention_kwargs: is_causal=True contradicts .*is_causal=False"):
         run("additional", {"is_causal": True}, is_causal=True)

@@ -1,4 +1,4 @@
-"""The configuration queries: accepted arguments, and correct results with every configuration they list."""
+"""The functions that list configurations: their arguments, and correct results with each listed configuration."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_query_checks_its_arguments(family: Family, call: Any, error: type[Excep
         call(family.query("fna", "forward"))
 
 
-MOST_PAIRS = 40  # per list: a family with thousands is sampled evenly
+MOST_PAIRS = 40  # maximum per list; longer lists are sampled at even steps
 
 
 def _spread(configs: list[Any]) -> list[Any]:
@@ -90,7 +90,7 @@ def _spread(configs: list[Any]) -> list[Any]:
 
 
 def every_pair(family: Family, operator: str, *arrays: Any, **window: Any) -> list[dict[str, Any]]:
-    """Return tile arguments that contain every listed pair of each pass, in the minimum number of combinations."""
+    """Return tile arguments of the minimum number of calls in which every listed pair of both passes occurs."""
     suffix = "shape" if operator == "fna" else "size"
     listed = {
         "" if pass_ == "forward" else "backward_": _spread(family.query(operator, pass_)(*arrays, **window))
@@ -129,7 +129,7 @@ def test_every_listed_tile_shape_runs_and_is_right(family: Family, rank: int) ->
 def test_tiles_of_more_than_128_queries_are_right(
     family: Family, rank: int, q_tile: tuple[int, ...], kv_tile: tuple[int, ...]
 ) -> None:
-    layout = {1: (600,), 2: (33, 34), 3: (6, 17, 13)}[rank]  # whole tiles, and parts of tiles
+    layout = {1: (600,), 2: (33, 34), 3: (6, 17, 13)}[rank]  # the last tiles are partial
     case = dataclasses.replace(
         EVERY_TILE[rank], layout=layout, head_dim=128, heads=2, batch=2, additional=9, fused=True
     )

@@ -1,4 +1,4 @@
-"""Windows that are cut or wrap at the ends of a dimension: compared with padding and dense masks, and their cost."""
+"""Windows that are cut or wrap at the ends of a dimension: equivalent problems, backend support, and memory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_edges_that_make_no_difference_are_shifted() -> None:
     for window in ({"kernel_size": 1, "edges": "wrap"}, {"kernel_size": 3, "is_causal": True, "edges": "cut"}):
         problem = problem_of(LAYOUT, **window)  # type: ignore[arg-type]
         assert problem.edges == ("shift", "shift")
-    # Wrapped windows as large as the layout see the whole layout.
+    # A wrapped window of the layout's size contains the whole layout.
     assert problem_of(LAYOUT, LAYOUT, edges="wrap").is_attention
     whole = na2d(query, key, value, LAYOUT, edges="wrap")
     flat = attention(*(array.reshape(2, 60, *array.shape[3:]) for array in (query, key, value)))
     np.testing.assert_array_equal(whole.reshape(flat.shape), flat)
-    # A cut window as large as the layout does not cover all of it.
+    # A cut window of the layout's size does not: the part past an end is cut off.
     assert not problem_of((8,), 8, edges="cut").is_attention
 
 
@@ -50,7 +50,7 @@ def test_problems_are_described() -> None:
 
 @pytest.mark.parametrize("edges", ["cut", "wrap"])
 def test_keys_and_values_are_not_copied(edges: Any, native_family: Family) -> None:
-    """The program equals the shifted windows' program, except for a number in the attributes of its calls."""
+    """The lowered program equals the program of shifted windows, except for attributes of the custom calls."""
     if edges not in native_family.capabilities.edges or native_family.needs_gpu:
         pytest.skip("kernels of the host alone are lowered here")
     arrays = tokens(native_family.dtype)
@@ -83,7 +83,7 @@ def test_backends_report_their_edges() -> None:
 
 @pytest.mark.parametrize("edges", ["cut", "wrap"])
 def test_large_layouts_are_lowered(edges: Any) -> None:
-    """Tracing and lowering compute no array with an entry for each token of the layout."""
+    """Tracing and lowering create no array with an element per token, which would be very large here."""
     array = jax.ShapeDtypeStruct((1, 1 << 22, 1, 8), "bfloat16")
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

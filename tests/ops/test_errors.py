@@ -1,4 +1,4 @@
-"""Wrong arguments: the type of the exception, and a message that names the argument, its value and the rule."""
+"""Errors for invalid arguments: the type of the exception, and a message with the argument's name, value and rule."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.problems import OPERATORS, Case, element_types
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.zeros(shape, jnp.dtype(dtype)))  # NumPy avoids a compilation
+    return jnp.asarray(np.zeros(shape, jnp.dtype(dtype)))  # jnp.zeros would compile a program for each shape
 
 
 def operands(rank: int, **changes: Any) -> dict[str, Any]:
-    """Return valid arguments of ``na{rank}d``, with changes."""
+    """Return valid arguments of ``na{rank}d``, updated with ``changes``."""
     shape = (2, *(8, 9, 10)[:rank], 4, 16)
     return {"query": array(*shape), "key": array(*shape), "value": array(*shape), "kernel_size": 3, **changes}
 
@@ -37,9 +37,9 @@ class Row:
     """An invalid call.
 
     Attributes:
-        changes: Arguments that differ from valid ones.
-        message: Parts of the error's message.
-        error: The exception's type.
+        changes: Invalid arguments, which replace or extend the valid arguments.
+        message: Strings that must occur in the error's message.
+        error: Type of the exception.
     """
 
     changes: dict[str, Any]
@@ -224,7 +224,7 @@ def test_wrong_argument_of_attention(row: Row) -> None:
 
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
 def test_tiles_that_are_not_offered(family: Family, operator: str, pass_: str) -> None:
-    """The message shows up to five valid tiles, and a function of this package that lists all of them."""
+    """The message shows up to five valid tiles, and the name of the function that lists all valid tiles."""
     prefix = "" if pass_ == "forward" else "backward_"
     operators: dict[str, Any] = {
         "fna": (natten_jax.na2d, Q, "shape", (999, 998), {"kernel_size": 3}),
@@ -283,7 +283,7 @@ def test_no_backend_lists_the_reason_of_each(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("is_gradient", [False, True])
 def test_a_native_backend_for_another_platform_gives_the_reason(native_family: Family, is_gradient: bool) -> None:
-    """The platform is known at lowering, not at tracing."""
+    """The error is raised at lowering, because the platform is unknown at tracing."""
     platforms, reason = (["cpu"], "cpu") if native_family.needs_gpu else (["cuda"], "platform cpu only")
     case = Case((12,), (5,))
     operator: Any = case.operator(native_family.fna)
@@ -312,5 +312,5 @@ def test_reason_for_a_missing_native_module_reaches_the_user(machine: Machine, m
     query = array(2, 15, 4, 16)
     with pytest.raises(ValueError, match=r"backend='cpu-fna' cannot run .*the native module was eaten"):
         natten_jax.na1d(query, query, query, 3, backend="cpu-fna")
-    # Without a backend name, the remaining backends run.
+    # If the call names no backend, another backend runs it.
     assert natten_jax.na1d(query, query, query, 5).shape == query.shape

@@ -23,7 +23,8 @@ from tests.support.problems import Case, both_passes, element_types, errors_of, 
 
 # Gradients at large logits ------------------------------------------------------------------------------------------
 
-#: Largest logits: one unit in the last place of float32 is 0.00012 for the first, and 128 for the last.
+#: Magnitudes of the largest logit of a problem. Consecutive float32 numbers differ by 0.00012 at the first magnitude,
+#: and by 128 at the last.
 LADDER = (2e3, 2e5, 2e7, 2e8, 2e9)
 
 CASES = {
@@ -38,7 +39,7 @@ CASES = {
 
 
 def with_largest_logit(case: Case, largest: float, dtype: str, seed: int = 0) -> oracle.Tensors:
-    """Return operands of ``case`` with queries and keys scaled so that the largest logit has this magnitude."""
+    """Return operands of ``case``, scaled so that the largest logit has the magnitude ``largest``."""
     operands = case.operands(dtype, seed)
     keys = [a for a in (operands.key, operands.additional_keys) if a is not None]
     rows = [np.asarray(a, np.float64) for a in (operands.query, *keys)]
@@ -60,12 +61,12 @@ def flat(array: Any) -> Any:
 
 
 def climbed(case: Case, function: Callable[[oracle.Tensors], Any], dtype: str) -> dict[tuple[float, str], float]:
-    """Return the errors of all results for every largest logit in ``LADDER``."""
+    """Return the error of each result for each magnitude in ``LADDER``, by magnitude and name of the result."""
     differentiated = jax.jit(both_passes(function))
     cotangents, found = case.cotangents(dtype, 0), {}
     for largest in LADDER:
         if dtype == "float16" and largest > 2e7:
-            continue  # the operands would be beyond float16's range
+            continue  # the operands would exceed the range of float16
         operands = with_largest_logit(case, largest, dtype)
         results = differentiated(operands, cotangents)
         expected = expected_of(case, operands, cotangents)
@@ -83,7 +84,10 @@ def test_gradients_at_large_logits(family: Family, dtype: str, name: str) -> Non
 
 
 def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
-    """A backward pass normalizes weights by its logits, not by the logsumexp that another backend rounded."""
+    """Backward passes accept the logsumexp of another forward pass, which is rounded to float32.
+
+    They normalize the weights with a logsumexp that they compute from their own logits.
+    """
     case = CASES["1d-small"]
     cotangents = case.cotangents("float32", 0)
     for largest in LADDER:
@@ -114,17 +118,20 @@ def test_large_logits_in_a_part_of_a_mapped_axis(pure_family: Family) -> None:
 
 @pytest.mark.parametrize(("unit", "tokens"), [(32, (5, 290)), (2, (5, 6))], ids=["far", "near"])
 def test_largest_logits_one_unit_apart(family: Family, dtype: str, unit: int, tokens: tuple[int, int]) -> None:
-    """A later key outweighs an earlier key by the smallest float32 difference, after products with large errors."""
+    """The dot product with a later key exceeds the one with an earlier key by one unit in the last place of float32.
+
+    After the multiplication by the scale, rounding errors may exceed the difference.
+    """
     scale, q = 32.0, 2.0**14
     in_base_2 = float(np.float32(scale) * np.float32(np.log2(np.e)))
 
     def stays_above(mantissa: int) -> float:
-        """Return the difference between the smaller logit and the larger logit's product rounded down."""
+        """Return the smaller logit minus the larger logit, if only the larger logit is rounded down to float32."""
         larger, smaller = ((mantissa + more) * unit * in_base_2 for more in (1, 0))
         rounded = np.float32(larger)
         return smaller - float(rounded if float(rounded) <= larger else np.nextafter(rounded, np.float32(0)))
 
-    # With a unit of 32, two to the power of this difference exceeds float32.
+    # With a unit of 32, this difference is more than 160, and 2 to its power exceeds the range of float32.
     mantissa = next(m for m in range(2**24 - 2, 0, -1) if stays_above(m) > 5 * unit)
     case = Case((300,), queries=70, scale=scale, head_dim=16)
     with element_types(dtype):
@@ -136,7 +143,7 @@ def test_largest_logits_one_unit_apart(family: Family, dtype: str, unit: int, to
         operands = operands._replace(query=jnp.asarray(query, dtype), key=jnp.asarray(key, dtype))
         results = jax.jit(both_passes(case.operator(family.fmha)))(operands, cotangents)
     found = errors_of(expected_of(case, operands, cotangents), *results)
-    # The other gradients are beyond float16's range.
+    # Gradients of query and key are not compared, because they exceed the range of float16.
     too_large = {name: found[name] for name in ("out", "lse", "d_value") if not found[name] <= max(1e-5, BOUNDS[dtype])}
     assert not too_large
 
@@ -145,13 +152,13 @@ def test_largest_logits_one_unit_apart(family: Family, dtype: str, unit: int, to
 
 TOKENS, WINDOW = 2048, 9
 LONG = Case((TOKENS,), (WINDOW,), head_dim=8)
-#: The token that is not finite: all tokens within two tiles of it are far from the layout's ends.
+#: Index of the token that gets a non-finite number. It is more than two tiles away from both ends of the layout.
 BROKEN_TOKEN = 1000
 BACKWARD_TILES = ("backward_q_tile_shape", "backward_kv_tile_shape")
 
 
 class Results(NamedTuple):
-    """All results of a call and its gradient, ``[tokens, ...]``."""
+    """Results of a call and of its backward pass; shapes ``[tokens, ...]``."""
 
     out: Any
     lse: Any
@@ -161,7 +168,7 @@ class Results(NamedTuple):
 
 
 def by_visible_pairs(operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> Results:
-    """Compute ``LONG`` in float64 from visible pairs only."""
+    """Return the results of ``LONG`` in float64, computed only from pairs of a query and a key in its window."""
     query, key, value, d_out, d_lse = (
         np.asarray(a, np.float64).reshape(TOKENS, -1) for a in (*operands[:3], *cotangents)
     )
@@ -182,7 +189,7 @@ def by_visible_pairs(operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> R
 
 
 def smallest_tiles(family: Family, dtype: str) -> dict[str, tuple[int, ...]]:
-    """Return tile arguments for ``LONG``: the smallest tiles that the family lists."""
+    """Return tile arguments for ``LONG`` with the smallest tiles that the family lists for each pass."""
     tokens = jax.ShapeDtypeStruct((1, TOKENS, 1, LONG.head_dim), dtype)
     tiles: dict[str, tuple[int, ...]] = {}
     for pass_ in PASSES:
@@ -195,9 +202,9 @@ def smallest_tiles(family: Family, dtype: str) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["query", "key", "value", "d_out"])
 def test_one_number_that_is_not_finite(family: Family, name: str, number: float) -> None:
-    """Non-finite numbers never lead to finite results, and do not spread beyond the neighboring tiles."""
+    """Results that depend on the non-finite number are not finite. Results beyond the neighboring tiles are finite."""
     operands, (d_out, d_lse) = LONG.operands(family.dtype, 0), LONG.cotangents(family.dtype, 0)
-    # Feature 0 of no key is negative, so all logits of a query with -inf in feature 0 are -inf.
+    # Make feature 0 of all keys nonnegative. If feature 0 of a query is -inf, all its logits are then -inf.
     operands = operands._replace(key=operands.key.at[..., 0].set(abs(operands.key[..., 0])))
     where = (0, BROKEN_TOKEN, 0, 0)
     if name == "d_out":
@@ -208,7 +215,8 @@ def test_one_number_that_is_not_finite(family: Family, name: str, number: float)
     (out, lse), gradients = value_and_gradients(LONG.operator(family.fna, **tiles), operands, (d_out, d_lse))
     found = Results(*(np.asarray(a, np.float64).reshape(TOKENS, -1) for a in (out, lse, *gradients[:3])))
     if name == "query" and number == -np.inf and family.target is not None:
-        # Kernels treat a row whose logits are all -inf like a row without keys, which occurs in parts of a layout.
+        # Kernels treat a query whose logits are all -inf like a query without keys. Queries without keys occur in calls
+        # that compute a part of a layout.
         assert not np.isfinite(found.lse[BROKEN_TOKEN])
         out = found.out[BROKEN_TOKEN]
         assert (out == 0).all() or np.isnan(out).all()
@@ -233,7 +241,7 @@ def test_one_number_that_is_not_finite(family: Family, name: str, number: float)
 
 
 def test_masking_by_a_feature(family: Family) -> None:
-    """Check the masking method of docs/numerics.md: outputs and gradients depend on the valid keys only."""
+    """Mask keys by an additional feature, which makes their logits very low. Results depend only on the other keys."""
     case = Case((20,), queries=24, head_dim=16)
     dtype, scale = family.dtype, case.actual_scale
     (query, key, value, *_), cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)

@@ -1,4 +1,8 @@
-"""Windows fitted to the layout: -1 for the whole extent, and ``clamp_window`` for the largest size that fits."""
+"""Windows fitted to the layout.
+
+A ``kernel_size`` of -1 means the whole extent. With ``clamp_window``, a window that is too large gets the largest size
+that fits.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from natten_jax.windows import Axis, WindowArguments, fitted
 from tests.support.families import FAMILIES, Family
 from tests.support.problems import Case, Trial, check_all
 
-#: Requested windows, and the same problem with windows that fit, worked out by hand.
+#: Requested window arguments, and the equivalent problem with fitted windows, derived by hand.
 _FITTED: dict[str, tuple[dict[str, Any], Case]] = {
     "whole-dilated": ({"kernel_size": -1, "dilation": 3, "stride": 2}, Case((14,), (4,), stride=(2,), dilation=(3,))),
     "clamped-3d-causal": (
@@ -36,13 +40,14 @@ def test_fitted_windows_equal_windows_of_the_layout(family: Family) -> None:
     check_all(trials, family)
 
 
-#: The families without GPU kernels that add a relative bias.
+#: The families that support a relative bias and need no GPU.
 _WITH_TABLES = [
     pytest.param(each, id=each.name)
     for each in FAMILIES
     if "relative_bias" in each.backend.capabilities.takes and not each.needs_gpu
 ]
-#: Windows that are clamped, and a relative bias of the requested ``kernel_size``.
+#: Requested window arguments, and the problem with clamped windows. The relative bias has the table for the requested
+#: ``kernel_size``, which is ``table_size`` in the problem.
 CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {
     "published": (
         {"kernel_size": 7, "dilation": 2},
@@ -99,7 +104,7 @@ def test_entries_that_no_clamped_window_has_get_no_gradient() -> None:
         return jnp.sum(jnp.sin(out))
 
     table = jax.random.normal(jax.random.key(1), (2, 13))
-    # Unused entries do not affect results, even if they are not finite.
+    # Table entries that no clamped window uses do not affect results, even if they are not finite.
     spoiled = table.at[:, :3].set(jnp.nan).at[:, 10:].set(jnp.inf)
     gradient = jax.grad(loss)(spoiled)
     assert float(loss(spoiled)) == float(loss(table))
@@ -120,7 +125,7 @@ def test_clamped_windows_are_the_largest_that_fit(
     assert size == max(k for k in range(1, kernel_size + 1) if k == 1 or k * dilation <= extent)
     if size == kernel_size and dilation <= extent:
         assert axis == Axis(extent, extent, *window)  # type: ignore[arg-type]
-    for token in range(extent):  # every window has the token itself, or its leader, and ``kernel_size`` keys
+    for token in range(extent):  # no window is empty or extends past an end
         first, end = axis.reach(np.array(token))
         assert 0 <= first < end <= extent
 
@@ -147,7 +152,7 @@ def test_fitted_rejects_invalid_arguments(call: Any, error: type[Exception], mes
 
 
 def test_parts_of_a_layout_are_fitted_to_the_whole() -> None:
-    """If devices share the tokens, the extent is the total over all devices."""
+    """If devices share the tokens of a dimension, windows are fitted to its total extent over all devices."""
     part = jax.ShapeDtypeStruct((1, 6, 1, 8), "float32")
     problem = neighborhood_problem(1, Inputs(part, part, part), WindowArguments(50, 1, 2), None, [2], clamp_window=True)  # type: ignore[arg-type]
     assert problem.kernel_size == (6,)

@@ -26,19 +26,19 @@ from tests.support.machine import Machine
 from tests.support.meshes import mesh_of, put
 from tests.support.problems import Case, both_passes, errors_of, expected_of
 
-# 8-bit queries, keys and values: scale factors, outputs, and calls that quantize their arrays.
+# Calls with 8-bit queries, keys and values: scale factors and outputs. Calls that quantize their arrays.
 
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
 
-# Typing overloads do not cover calls with arguments in dictionaries.
+# The types are Any, because the overloads do not cover calls whose arguments are in a dictionary.
 na2d: Any = natten_jax.na2d
 
 attention: Any = natten_jax.attention
 
-#: Runs a test for each family that supports 8-bit arrays here.
+#: Runs a test for each family that converts 8-bit arrays to a wider type and needs no GPU.
 TAKING = pytest.mark.parametrize(
     "tested",
     [
@@ -67,9 +67,11 @@ def assert_close(one: Any, other: Any, rtol: float = 0, atol: float = 0) -> None
 
 
 def bound_of(out_dtype: str, merged: bool = False) -> dict[str, float]:
-    """Return error bounds: 8-bit numbers are exact in the compute types, so that only the output is rounded, once.
+    """Return error bounds of output and logsumexp.
 
-    Parts that are merged are rounded before merging as well: their weights add up to one.
+    The compute types represent 8-bit numbers exactly, so the output has one large rounding error: its conversion to
+    ``out_dtype``. With ``merged``, each part of the output is also converted before the merge. The weights of the parts
+    add up to one, so the sum of their errors is at most one more rounding error.
     """
     rounding = float(jnp.finfo(out_dtype).eps) / 2
     return {"out": BOUNDS["float32"] + rounding * (2 if merged else 1), "lse": BOUNDS["float32"]}
@@ -78,7 +80,7 @@ def bound_of(out_dtype: str, merged: bool = False) -> dict[str, float]:
 def check(
     case: Case, family: Family, dtype: str, kind: str | None, out_dtype: str | None = None, seed: int = 0
 ) -> None:
-    """Compare a call with the oracle, which computes in float64 from the decoded 8-bit numbers."""
+    """Compare the results of a call with the oracle, which decodes the 8-bit numbers and computes in float64."""
     case = case.with_edges_of(family)
     operands = case.host_operands(dtype, seed)
     factors = {} if kind is None else factors_for(kind, case, seed)
@@ -184,7 +186,7 @@ def test_hopper_kernels_have_heads_of_whole_multiples_of_16_bytes(machine: Machi
         assert resolve(Request(problem, Performance(), "hopper-fna"), HOPPER, "forward").problem.head_dim == width
 
 
-#: Element type, arguments, and the message.
+#: Element type of the arrays, invalid arguments, and a part of the error message.
 REFUSED = [
     (
         "float8_e4m3fn",
@@ -261,9 +263,9 @@ def test_gradients_of_a_quantizing_call_equal_the_plain_gradients(name: str) -> 
     for found, expected in zip(*map(jax.tree.leaves, (gradients, wide_gradients)), strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
     out, expected_out = (np.asarray(each[0], np.float32) for each in (outputs, wide))
-    # Three mantissa bits: an element is off by at most 1/16, and typically by 1/40.
+    # With three mantissa bits, the relative error of an element is at most 1/16, and typically 1/40.
     assert 1e-4 < np.linalg.norm(out - expected_out) / np.linalg.norm(expected_out) < 0.06
-    # Logits of standard normal numbers, with head dimensions of at least 16, are off by a few hundredths.
+    # For standard normal numbers and head dimensions of at least 16, quantization changes logits by a few hundredths.
     finite = np.isfinite(wide[1])
     assert (np.isfinite(outputs[1]) == finite).all()
     assert np.abs(np.asarray(outputs[1])[finite] - np.asarray(wide[1])[finite]).max() < 0.3
@@ -315,7 +317,7 @@ def test_gradient_of_a_mapped_call_with_different_origins() -> None:
 
 
 def by_hand(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-    """Compute a call with keys and values scaled by block."""
+    """Quantize the arrays, keys and values by block, and call ``na2d`` with their scale factors."""
     arrays, factors = quantized_in_blocks(query, key, value)
     return na2d(*arrays, (5, 7), **factors, out_dtype="float32")
 
@@ -364,7 +366,7 @@ def test_blocks_of_tokens_that_devices_share() -> None:
         jax.jit(jax.shard_map(quantizing, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens))(*arrays)
 
 
-# Quantized arrays, and their scale factors.
+# The function ``quantize``: its arrays and scale factors.
 
 
 SHAPE = (2, 9, 7, 3, 16)
@@ -390,7 +392,8 @@ def test_elements_are_off_by_half_of_their_last_bit(dtype: str, bits: int, most:
     elif scale == "block":
         wide = wide.repeat(3, axis=1).repeat(3, axis=2)[:, :9, :7, :, None]
     found, expected = np.asarray(small, np.float64) * wide, np.asarray(array, np.float64)
-    # The last bit follows the exponent; subnormal numbers use the smallest normal exponent.
+    # The exponent of an element determines the value of its last bit. For subnormal numbers, use the smallest normal
+    # exponent.
     exponent = np.maximum(np.floor(np.log2(np.abs(expected / wide))), np.log2(float(jnp.finfo(small.dtype).tiny)))
     assert (np.abs(found - expected) <= wide * 2.0 ** (exponent - bits - 1) * (1 + 1e-5)).all()
     axes = {"tensor": None, "head": (1, 2, 4), "block": None}[scale]
@@ -401,7 +404,7 @@ def test_elements_are_off_by_half_of_their_last_bit(dtype: str, bits: int, most:
 def test_blocks_are_as_equal_as_can_be() -> None:
     array = jnp.ones(SHAPE).at[:, 6:].set(4)
     small, factors, _ = quantize(array, scale="block", block_shape=(4, 7))
-    assert factors.shape == (2, 3, 1, 3)  # nine tokens make three blocks of three, not of four
+    assert factors.shape == (2, 3, 1, 3)  # nine tokens are divided into three blocks of three tokens
     np.testing.assert_allclose(factors * 448, np.broadcast_to(np.array([1, 1, 4])[None, :, None, None], (2, 3, 1, 3)))
     assert (sizes(small) == 448).all()
     assert quantize(drawn(shape=(1, 300, 1, 8)), scale="block").scale.shape == (1, 3, 1)
@@ -426,7 +429,7 @@ def test_rotation_spreads_an_outlier_over_features() -> None:
     array = jnp.zeros(SHAPE).at[..., 5].set(8)
     small, factors, _ = quantize(array, rotate=True)
     np.testing.assert_allclose(sizes(small), 448)
-    np.testing.assert_allclose(factors * 448, 2)  # 8 / sqrt(16)
+    np.testing.assert_allclose(factors * 448, 2)  # the outlier divided by the square root of 16 features
 
 
 def test_zeros_and_tiny_numbers() -> None:

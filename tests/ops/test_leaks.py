@@ -1,4 +1,4 @@
-"""A non-finite number does not affect other batch entries, or heads that do not depend on it."""
+"""A non-finite number affects only its batch entry, and only the heads that depend on it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.fuzz.spoiled import EXTENTS, NAMES, NUMBERS, Spoiled
 from tests.support.families import Family
 from tests.support.problems import Case
 
-#: By name, problems whose tiles exceed the loaded tokens, and tile arguments. GPUs get many more batch entries, so that
-#: each SM computes several in sequence.
+#: Problems and their tile arguments, by name. Tiles have room for more tokens than kernels load into them. With GPU
+#: kernels, the batch is 150 times as large, so that each SM computes several batch entries in sequence.
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "wide-values": (Case((48,), (16,), head_dim=64, head_dim_v=192, batch=3), {}),
     "wider-values": (Case((48,), (16,), head_dim=72, head_dim_v=200, batch=3), {}),
@@ -36,7 +36,8 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         {"q_tile_shape": (21,), "kv_tile_shape": (13,), "backward_q_tile_shape": (11,)}
         | {"backward_kv_tile_shape": (19,)},
     ),
-    # Some dilation groups of the part lack keys; keys of the next entry follow in memory.
+    # The call computes a part of the layout. In this part, some dilation groups have no keys. In memory, the part is
+    # followed by the keys of the next batch entry.
     "groups-without-keys": (Case((2, 15), (2, 1), dilation=(1, 13), head_dim=136, heads=3, heads_kv=3, batch=3), {}),
     "small-windows": (Case((14, 14), (5, 5), head_dim=32, heads=4, heads_kv=2, batch=2), {}),
     "dilated": (Case((20, 9), (4, 3), dilation=(3, 2), head_dim=32, heads=2, heads_kv=2, batch=2), {}),
@@ -44,7 +45,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -> list[Fuzzed]:
-    """Return each case with each kind of number, in each array."""
+    """Return each case once per array, with a non-finite number in this array. The kinds of number alternate."""
     found = []
     for name in names:
         case, tiles = CASES[name]
@@ -68,7 +69,7 @@ def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -
     return found
 
 
-#: Number of problems per program.
+#: Names of the problems that run in one program.
 TOGETHER = (
     ("wide-values", "narrow-heads", "small-windows"),
     ("wider-values", "narrow-values", "groups-without-keys"),
@@ -93,7 +94,11 @@ def test_non_finite_numbers_stay_in_their_entry_in_operators(family: Family, nam
 
 
 def test_other_entries_are_found_by_the_same_products(pure_family: Family) -> None:
-    """Backward passes recompute rows of large logits: an infinite key must not make small logits count as large."""
+    """Backward passes recompute the softmax statistics of the whole batch if a logit is large.
+
+    Non-finite queries and keys must not count as large logits. Otherwise, the results of other batch entries would be
+    rounded differently.
+    """
     case = Case((150,), (33,), batch=3, heads=2, heads_kv=2, head_dim=48)
     tiles = dict(zip(("q_tile_shape", "kv_tile_shape"), ((64,), (128,)), strict=True))
     tiles |= dict(zip(("backward_q_tile_shape", "backward_kv_tile_shape"), ((16,), (32,)), strict=True))

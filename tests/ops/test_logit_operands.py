@@ -1,4 +1,4 @@
-"""Scales, relative biases, key biases and sinks: identities, derivatives of every kind, dtypes and meshes."""
+"""Scales, relative biases, key biases and sinks: accuracy, derivatives, backends, invalid arrays and element types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.problems import (
 LARGEST = float(np.finfo(np.float32).max) / np.log2(np.e)
 LAYOUT, HEADS, WIDTH = (6, 5), 2, 8
 WINDOW = (3, 4)
-#: Shapes of the operands.
+#: Shape of each operand that affects the logits.
 SHAPES = {
     "relative_bias": (HEADS, *(2 * size - 1 for size in WINDOW)),
     "key_bias": (2, *LAYOUT),
@@ -48,7 +48,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def taking(name: str) -> tuple[Family, ...]:
-    """Return the families whose kernels support a bias."""
+    """Return the families that support a bias and need no GPU."""
     return tuple(family for family in FAMILIES if name in family.capabilities.takes and not family.needs_gpu)
 
 
@@ -61,7 +61,7 @@ def test_plain_jax_and_host_kernels_add_both() -> None:
     }
 
 
-# Scales that are arrays.
+# Scales that are given as an array with a number per head, or without dimensions.
 
 
 def _arrays(family: Family, heads: int = 3) -> Any:
@@ -72,8 +72,8 @@ def _arrays(family: Family, heads: int = 3) -> Any:
 
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
 def test_steep_logits_are_as_accurate_as_with_a_number(family: Family, dtype: str, operator: str) -> None:
-    # Multiplying a 16-bit query by this scale, which is not a power of two, would round the query: an output error of
-    # 0.06.
+    # This scale is not a power of two. A 16-bit query that is multiplied by it would be rounded, which would cause an
+    # error of 0.06 in the output.
     number = 128**-0.5
     plain = Case((48,), (21,), heads=2, heads_kv=2, head_dim=128).fitted(family)
     if operator == "fmha":
@@ -107,7 +107,7 @@ def test_arrays_without_dimensions_whose_value_is_known_are_numbers(family: Fami
 
     expected = attend(float(np.float32(0.3)))
     np.testing.assert_array_equal(attend(scale), expected)
-    # The compiler's constant folding rounds differently.
+    # For plain JAX, XLA's constant folding may round differently.
     tolerance = 1e-6 if family.capabilities.is_plain_jax else 0
     np.testing.assert_allclose(jax.jit(lambda: attend(scale))(), expected, atol=tolerance)
 
@@ -140,7 +140,8 @@ def test_a_traced_scale_that_no_number_could_be_gives_nan(native_family: Family,
 @pytest.mark.parametrize("scale", [LARGEST * (1 - 1e-6), -LARGEST * (1 - 1e-6), 1e38])
 @pytest.mark.parametrize("is_operand", [False, True])
 def test_the_largest_scales_are_used_as_given(backend: str, scale: float, is_operand: bool) -> None:
-    # This number, its products with the keys and their differences are normal; subnormal numbers may be flushed to 0.
+    # ``tiny``, its products with the keys, and the differences of these products are normal numbers. Subnormal numbers
+    # may be flushed to 0.
     tiny = 2.0**-125
     query = jnp.array([tiny, 0.0]).reshape(1, 2, 1, 1)
     numbers = np.array([1.0, 1.5, 2.0])
@@ -159,10 +160,7 @@ def test_the_largest_scales_are_used_as_given(backend: str, scale: float, is_ope
     assert all(np.isfinite(each).all() for each in pullback(jnp.ones_like(found)))
 
 
-# Identities.
-
-
-# Derivatives.
+# Second derivatives, and reproducible gradients.
 
 
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
@@ -210,7 +208,7 @@ def test_gradients_of_tables_are_reproducible(tested: Family) -> None:
     check_gradients_repeat(case, tested.fna, ("relative_bias", "key_bias", "sinks"))
 
 
-# Backends.
+# Backends that reject operands.
 
 
 def test_backends_without_a_bias_give_the_reason_and_are_not_selected() -> None:
@@ -239,7 +237,7 @@ def test_host_kernels_refuse_tables_too_large_to_count() -> None:
         assert host.rejection(problem, device, "forward") is None
 
 
-# Arrays that are rejected.
+# Operands with invalid shapes or types.
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -297,7 +295,7 @@ def _has_float64() -> Iterator[None]:
 
 
 def operand(name: str, dtype: str) -> jax.Array:
-    """Return numbers that every dtype represents exactly; some of them hide keys."""
+    """Return an operand whose numbers every dtype represents exactly. Except in scales, some of them are -inf."""
     rng = np.random.default_rng(0)
     numbers = rng.integers(-8, 8, SHAPES[name]) / 4
     is_hidden = (rng.random(SHAPES[name]) < 0.2) & (name != "scale")
@@ -305,7 +303,7 @@ def operand(name: str, dtype: str) -> jax.Array:
 
 
 def assert_nearly_equal(found: jax.Array, expected: jax.Array, accumulator: str) -> None:
-    """Compare within a few roundings: XLA may fuse the computation differently, and round operands differently."""
+    """Compare with a tolerance of a few rounding errors: XLA may fuse programs and round operands differently."""
     tolerance = 8 * max(float(jnp.finfo(dtype).eps) for dtype in (expected.dtype, accumulator))
     one, other = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max())
@@ -316,7 +314,7 @@ def test_every_dtype_is_converted_to_the_accumulator(family: Family) -> None:
     lacking = {"relative_bias", "key_bias"} - set(family.capabilities.takes)
     names = [name for name in SHAPES if name.split()[0] not in lacking]
     groups = [[name] for name in names]
-    if not family.needs_gpu:  # kernels of GPUs may refuse several operands of one call
+    if not family.needs_gpu:  # GPU kernels may reject some combinations of operands
         groups = [[name for name in names if name != "key_bias of heads"], ["key_bias of heads"][: "key_bias" in names]]
     for group, query_dtype in itertools.product(filter(None, groups), family.dtypes):
         if family.needs_gpu and group == ["relative_bias"] and ELEMENT_TYPES[query_dtype].bytes != 2:
@@ -359,7 +357,7 @@ def test_scales_may_be_integers() -> None:
 @pytest.mark.usefixtures("_has_float64")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_the_mask_of_the_documentation(dtype: str) -> None:
-    """``jnp.where(valid, 0.0, -jnp.inf)`` is float64 where JAX has 64-bit numbers."""
+    """Accept ``jnp.where(valid, 0.0, -jnp.inf)``, which is float64 if 64-bit types are enabled."""
     query = jax.random.normal(jax.random.key(0), (2, 9, HEADS, WIDTH), dtype)
     bias = jnp.where(jnp.ones((2, 9), bool).at[:, 7:].set(False), 0.0, -jnp.inf)
     table, sinks = jnp.where(jnp.arange(5) > 0, 0.0, -jnp.inf) * jnp.ones((HEADS, 1)), jnp.zeros(HEADS)
@@ -406,6 +404,3 @@ def test_the_rule_of_float64_biases_is_tested_before_conversion(backend: str, lo
     out, lse = natten_jax.na1d(query, query, query, 3, key_bias=bias, backend=backend, return_lse=True)
     np.testing.assert_array_equal(jnp.isneginf(lse), is_hidden)
     np.testing.assert_allclose(out, 0 if is_hidden else 1, rtol=1e-6)
-
-
-# Meshes.

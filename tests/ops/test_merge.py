@@ -1,4 +1,4 @@
-"""Merged parts compared with attention over all keys, and wrong arguments of ``merge_attentions``."""
+"""Attention over parts of the keys, merged by ``merge_attentions``, and invalid arguments of this function."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from tests.support import oracle
 from tests.support.families import Family
 from tests.support.problems import BOUNDS, Case, errors, value_and_gradients
 
-# Merged parts compared with attention over all keys.
+# Merged results compared with attention over all keys.
 
 
-#: Merged outputs and their cotangents are rounded twice.
+#: Error bounds by element type. Outputs of 16 bits are rounded twice, before and after the merge, and so are their
+#: cotangents.
 MERGED = {dtype: bound if dtype == "float32" else 2 * bound for dtype, bound in BOUNDS.items()}
 
 
 def check_merge(lengths: list[int], backend: str | None, dtype: str) -> None:
-    """Merge attention over parts of the keys: the outputs and, through the logsumexp, the gradients."""
+    """Merge the attention over parts of the keys, and compare outputs and gradients with attention over all keys."""
     case = Case((sum(lengths),), queries=11, batch=2, heads=4, heads_kv=2, head_dim=16, head_dim_v=24)
     edges = np.cumsum([0, *lengths])
 
@@ -84,7 +85,7 @@ def test_merge_does_not_overflow(highest: float) -> None:
     np.testing.assert_allclose(lse, highest + math.log(2), rtol=1e-6)
 
 
-# Invalid arguments of ``merge_attentions``: messages name the argument and the part.
+# Invalid arguments of ``merge_attentions``. Messages contain the name of the argument and the index of the part.
 
 
 OUT, LSE = jnp.ones((2, 8, 4, 16)), jnp.zeros((2, 8, 4))
@@ -92,7 +93,7 @@ OUT, LSE = jnp.ones((2, 8, 4, 16)), jnp.zeros((2, 8, 4))
 STRUCT = jax.ShapeDtypeStruct(OUT.shape, OUT.dtype)
 
 WRONG = {
-    # A single array instead of a list.
+    # Not a list: a stacked array, or a set.
     "one-output": (jnp.stack([OUT, OUT]), [LSE, LSE], TypeError, ("outputs must be a sequence", "(2, 2, 8, 4, 16)")),
     "one-lse": ([OUT, OUT], jnp.stack([LSE, LSE]), TypeError, ("lse_tensors must be a sequence", "(2, 2, 8, 4)")),
     "set": ([OUT, OUT], {1, 2}, TypeError, ("lse_tensors must be a sequence", "set")),
@@ -104,7 +105,7 @@ WRONG = {
     # Arrays of unsupported types.
     "int-array": ([OUT, OUT.astype(int)], [LSE, LSE], ValueError, ("outputs[1]", "int32", "float16", "bfloat16")),
     "lse-int-array": ([OUT, OUT], [LSE, LSE.astype("int8")], ValueError, ("lse_tensors[1]", "int8", "float32")),
-    # Arrays of other shapes.
+    # Arrays whose shapes do not match, and wrong numbers of parts.
     "output-shape": ([OUT, OUT[:1]], [LSE, LSE[:1]], ValueError, ("outputs[1]", "(1, 8, 4, 16)", "(2, 8, 4, 16)")),
     "lse-shape": ([OUT, OUT], [LSE[:1], LSE], ValueError, ("lse_tensors[0]", "(1, 8, 4)", "(2, 8, 4)")),
     "lse-of-output": ([OUT, OUT], [OUT, OUT], ValueError, ("lse_tensors[0]", "(2, 8, 4, 16)", "(2, 8, 4)")),

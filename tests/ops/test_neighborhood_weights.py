@@ -18,7 +18,7 @@ from tests.support.problems import OPERATORS, Case
 
 
 def places(case: Case) -> np.ndarray:
-    """Return the flattened key at each position of each query's window, ``[queries, places]``; -1 without a key."""
+    """Return the flat index of the key at each position of each window, ``[queries, places]``; -1 without a key."""
     by_dimension = []
     for extent, size, stride, dilation, is_causal, edges in zip(
         case.layout, *case.window_arguments.values(), strict=True
@@ -38,14 +38,18 @@ def places(case: Case) -> np.ndarray:
 
 
 def by_place(dense: np.ndarray, where: np.ndarray, case: Case, missing: float) -> np.ndarray:
-    """Gather ``[batch, heads, queries, keys]`` to ``[batch, *layout, heads, places]``."""
+    """Gather an array for all pairs, ``[batch, heads, queries, keys]``, at the positions of the windows.
+
+    Returns:
+        ``[batch, *layout, heads, places]``, with ``missing`` at positions without a key.
+    """
     found = np.take_along_axis(dense, np.maximum(where, 0)[None, None], axis=-1)
     found = np.where(where < 0, missing, found).swapaxes(1, 2)
     return found.reshape(case.batch, *case.layout, case.heads, -1)
 
 
 def dense_logits(case: Case, operands: oracle.Tensors) -> np.ndarray:
-    """Return scaled logits of all pairs, ``[batch, heads, queries, keys]``."""
+    """Return the scaled logits of all pairs of a query and a key, ``[batch, heads, queries, keys]``."""
     query, key = (
         np.asarray(array, np.float64).reshape(case.batch, -1, *array.shape[-2:]).swapaxes(1, 2)
         for array in (operands.query, operands.key)
@@ -101,7 +105,7 @@ def test_values_are_mixed_with_any_weights(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40, 48))
 def test_both_are_the_operator(seed: int) -> None:
-    """Both functions together give the operator's output and gradients, also under ``jit``."""
+    """``neighborhood_apply`` of ``neighborhood_weights`` has the output and gradients of the operator."""
     case = drawn(seed)
     operands = case.host_operands("float32", seed)
     arrays = [jnp.asarray(array) for array in (*operands[:3], operands.relative_bias) if array is not None]
@@ -138,7 +142,7 @@ def test_gradients_keep_no_copy_of_the_keys_for_each_place() -> None:
     analysis = compiled.memory_analysis()
     assert analysis is not None
     copies = analysis.temp_size_in_bytes / (40 * 40 * 64 * 4)
-    assert copies < 20, copies  # a window has 49 keys
+    assert copies < 20, copies  # with a copy per position of a window, there would be 49
 
 
 def test_half_precision_and_float64() -> None:

@@ -80,10 +80,11 @@ def test_output_equals_the_first_result_with_return_lse(family: Family) -> None:
     np.testing.assert_array_equal(out, first)
 
 
-#: Merged outputs and their cotangents are rounded twice.
+#: Error bounds of merged outputs, by element type. Outputs of 16 bits are rounded twice, before and after the merge,
+#: and so are their cotangents.
 MERGED = {dtype: bound if dtype == "float32" else 2 * bound for dtype, bound in BOUNDS.items()}
 
-# Windows as large as the layout: attention --------------------------------------------------------------------------
+# Windows of the layout's size run as attention ----------------------------------------------------------------------
 WHOLE_LAYOUT = {
     "1d": Case((21,), (21,), stride=(4,), batch=2, heads=2),
     "1d-causal": Case((21,), (21,), stride=(5,), is_causal=(True,)),
@@ -109,7 +110,7 @@ def test_attention_arguments_override_the_operator(family: Family, case: Case) -
         if family.dtype not in other.dtypes or not other.runs_on(default_device()):
             continue
         if other.target is not None and native.path() is None:
-            continue  # a build without kernels
+            continue  # this build has no kernels
         text = lowered(case.operator(family.fna, attention_kwargs={"backend": other.fmha}), case, family.dtype)
         assert other.fmha in text
         assert other is family or family.fmha not in text
@@ -142,7 +143,7 @@ def test_tiles_of_a_whole_layout_reach_attention(family: Family) -> None:
 
 # Backend choice -----------------------------------------------------------------------------------------------------
 def lowered(function: Callable[..., Any], case: Case, dtype: str) -> str:
-    """Return the program of a forward call, as text."""
+    """Return the text of a lowered forward call."""
     return jax.jit(function).lower(case.operands(dtype, 0)).as_text()
 
 
@@ -167,7 +168,10 @@ def test_named_backend_is_the_one_that_runs(family: Family) -> None:
 
 # Parts of a larger layout -------------------------------------------------------------------------------------------
 def part_problems() -> dict[str, tuple[Case, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]]:
-    """Return cases with a range of queries per dimension, and a range of keys that includes all keys they see."""
+    """Return problems and, for each dimension, a range of queries and a range of keys.
+
+    The keys include all keys that the queries see.
+    """
     return {
         "middle": (Case((40,), (7,), heads=2), ((10, 25),), ((7, 28),)),
         "last": (Case((40,), (8,), stride=(4,)), ((28, 40),), ((20, 40),)),
@@ -187,7 +191,7 @@ PARTS = part_problems()
 
 
 def part_request(case: Case, operands: oracle.Tensors, backend: str | None) -> tuple[Request, Problem]:
-    """Return the global problem that parts of ``operands`` belong to."""
+    """Return the request and the problem of the whole layout. Tests compute a part of this problem."""
     problem = neighborhood_problem(
         case.rank, Inputs(*operands[:5]), WindowArguments(**case.window_arguments), case.scale
     )
@@ -196,7 +200,7 @@ def part_request(case: Case, operands: oracle.Tensors, backend: str | None) -> t
 
 @pytest.mark.parametrize("name", PARTS)
 def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: str) -> None:
-    """Run the queries of a shard with its keys and halos, at their origins in the global layout."""
+    """Call an operator with some queries and the keys that they see, and the origins of both in the whole layout."""
     case, queries, keys = PARTS[name]
     operands = case.operands(family.dtype, 0)
     request, _ = part_request(case, operands, family.fna)
@@ -218,7 +222,7 @@ def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: st
     local = operands._replace(query=operands.query[own], key=operands.key[halo], value=operands.value[halo])
     outputs, gradients = value_and_gradients(part, local, (d_out[own], d_lse[own]))
 
-    # The whole problem, with cotangents for this part's queries only.
+    # Results of the whole problem. Cotangents are 0 for queries that are not in this part.
     mine = np.zeros(case.layout, bool)
     mine[own[1:]] = True
     expected = oracle.reference(
@@ -240,7 +244,11 @@ def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: st
 
 
 def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
-    """A part in which a query sees no key gives 0 and a logsumexp of -inf, and does not affect gradients."""
+    """Merge the results for parts of the keys.
+
+    If a query sees no key of a part, this part's output is 0 and its logsumexp is -inf. The part then does not affect
+    the merged output and the gradients.
+    """
     case = Case((40,), (7,), stride=(2,), heads=2)
     operands = case.operands(family.dtype, 0)
     request, _ = part_request(case, operands, family.fna)
@@ -269,6 +277,6 @@ def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
     ids=["whole", "1d", "2d", "3d"],
 )
 def test_gradients_are_equal_in_every_run(family: Family, case: Case) -> None:
-    width = 64 if family.needs_gpu else 16  # on the CPU, products take all of a run's time
+    width = 64 if family.needs_gpu else 16  # on the CPU, matrix products take most of the time
     case = dataclasses.replace(case, batch=2, heads=4, heads_kv=2, head_dim=width)
     check_gradients_repeat(case, family.fna, dtype=family.dtype, backward_deterministic=True)

@@ -1,4 +1,4 @@
-"""Query boxes, upsampled queries, padded layouts, and windows fitted to the layout."""
+"""Queries in a box of the key layout, upsampled queries, and padded layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from natten_jax import attention, na1d, na2d
 from tests.support.families import Family
 from tests.support.problems import Case, Trial, check_all
 
-# Queries in a box of the key layout, upsampled queries, and padded layouts.
+# Boxes and upsampled queries, and invalid arguments of all three features.
 
 
 def test_one_program_for_all_origins() -> None:
@@ -37,7 +37,7 @@ def test_one_program_for_all_origins() -> None:
         token = jnp.stack([query[0, first], query[1, second]])[:, None]
         found = decode(token, jnp.array([[first], [second]], jnp.int32))
         np.testing.assert_allclose(found[:, 0], [whole[0, first], whole[1, second]], atol=2e-6)
-    assert len(traced) == 2  # one shared position, and positions per entry
+    assert len(traced) == 2  # traced twice: with a shared position, and with a position per entry
 
 
 _TOKENS, _FEW = jnp.ones((2, 6, 9, 4, 8)), jnp.ones((2, 3, 4, 4, 8))
@@ -98,15 +98,15 @@ def test_wrong_boxes() -> None:
 
 
 def test_keys_are_not_copied_for_finer_queries() -> None:
-    """Keys are not repeated to the number of queries in the compiled program."""
+    """The compiled program of a call with upsampled queries does not repeat the keys."""
     query, key = jnp.ones((1, 32, 36, 4, 8)), jnp.ones((1, 16, 12, 2, 8))
     attend = jax.jit(lambda query, key: natten_jax.na2d(query, key, key, 3, upsample=(2, 3), backend="cpu-fna"))
     text = attend.lower(query, key).compile().as_text() or ""
-    assert "16,12,24,8]" in text  # the queries of a key become heads
+    assert "16,12,24,8]" in text  # the 2 x 3 queries at each key become heads: 4 x 6
     assert "32,36,2,8]" not in text
 
 
-# Padded layouts: results of the valid tokens do not depend on the padding.
+# Padded layouts, in which the results of valid tokens do not depend on the padding.
 
 
 @pytest.mark.parametrize("backend", ["cpu", "flex"])
@@ -131,7 +131,7 @@ def test_one_program_for_all_extents(backend: str) -> None:
 
 
 def test_padding_of_all_tokens_and_of_few_keys(family: Family) -> None:
-    """Test batch entries without tokens, and with fewer keys than queries."""
+    """Test batch entries without tokens, and a call with 90 queries and 3 keys."""
     cases = [
         Case((6,), (3,), heads=2, batch=2, extents=((0,), (6,))),
         Case((6,), queries=6, heads=2, batch=2, extents=((0,), (6,))),

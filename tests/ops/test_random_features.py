@@ -1,4 +1,4 @@
-"""Random problems with each feature of the operators, compared with the oracle in all outputs and gradients."""
+"""Random problems with each feature of the operators. All outputs and gradients are compared with the oracle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fuzz.features import draw_with
 from tests.fuzz.problem import Fuzzed
 from tests.support.families import Family
 
-#: Features of every problem of a test (others are drawn at random), and the number of problems per family.
+#: Features that all problems of a test have, and the number of problems per family. Other features are random.
 FEATURES = {
     ("query_origin",): 12,
     ("extents",): 16,
@@ -30,7 +30,7 @@ FEATURES = {
 def test_random_problems_with_a_feature(family: Family, features: tuple[str, ...]) -> None:
     operators: tuple[Operator, ...] = ("fna", "fmha")
     problems: list[Fuzzed] = []
-    # XLA takes long to compile plain JAX.
+    # Families in plain JAX get a quarter of the problems, because XLA takes long to compile them.
     for number in range(FEATURES[features] if family.target else -(-FEATURES[features] // 4)):
         try:
             problems.append(draw_with(features, family, operators, 0, number, is_direct=False))

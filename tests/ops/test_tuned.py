@@ -1,4 +1,4 @@
-"""Files for ``load_tuned`` that are malformed: messages name the path and the field."""
+"""Malformed files for ``load_tuned``. The error messages contain the path and the name of the invalid field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIR = {"q_tile_shape": [4, 8], "kv_tile_shape": [8, 4]}
 NO_JSON = [b"", b'{"best_configuration": {"backend": "\xff\xfe"}}', b"[" * 200_000, b"[" + b"9" * 10_000 + b"]"]
 NO_CONFIGURATION = [b"[]", b"null", b"3", b'"best_configuration"', b'{"rows": []}']
 WRONG: list[Any] = [
-    # A configuration, the invalid field, and the value in the message.
+    # Each row: a configuration, the invalid field, and another part of the message.
     ("cpu-fna", "best_configuration", "'cpu-fna'"),
     ({"scale": 2}, "best_configuration.scale", "unknown"),
     *(

@@ -1,1 +1,1 @@
-"""Devices, and plans of passes."""
+"""Tests of devices, and of the plans that select the backend and tiles of a pass."""

@@ -1,4 +1,4 @@
-"""Plans, which are decided once and carried by the compiled program, and the default device."""
+"""Plans and the default device. A plan is made once per pass and device, and the compiled program contains it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.cases import as_attention, random_case
 from tests.support.machine import Machine
 from tests.support.meshes import mesh_of
 
-# Plans: decided once, carried by the compiled program, and read back from its text.
+# Plans are stored in compiled programs, and read back from them.
 
 
 HOPPER = Device("cuda", (9, 0), is_present=False)
@@ -119,7 +119,7 @@ def test_a_plan_has_the_precision_of_its_call(precision: str | None) -> None:
 
 @pytest.mark.parametrize("backend", ["flex-fna", "cutlass-fna"])
 def test_backends_read_precision_only_from_the_plan(backend: str) -> None:
-    """JAX's precision option may have changed when a pass is traced, long after its call."""
+    """A pass may be traced long after its call. JAX's precision option may then have another value than at the call."""
     array: Any = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float32)
     programs = []
     for around in (None, "tensorfloat32"):
@@ -134,12 +134,12 @@ def test_backends_read_precision_only_from_the_plan(backend: str) -> None:
     assert programs[0] == programs[1]
 
 
-# Each pass is decided once per call and gradient.
+# The plan of each pass is made once per device, even if a program has several equal calls.
 
 
 @pytest.fixture
 def decisions(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> collections.Counter[Any]:
-    """Count decisions by device, pass and parts of the layout."""
+    """Count the plans that are made, by device, pass, and number of shards of each dimension."""
     made: collections.Counter[Any] = collections.Counter()
     decide = select.decided.__wrapped__
 
@@ -189,14 +189,14 @@ def test_rejected_calls_are_rejected_every_time(decisions: collections.Counter[A
     assert len(set(said)) == 1 and set(decisions.values()) == {1}
 
 
-# The default device comes from JAX.
+# The default device of this package is the default device of JAX.
 
 
 HOPPER_DEVICE = Device("cuda", (9, 0))
 
 
 class FakeGpu(NamedTuple):
-    """Attributes of a JAX device that this package reads."""
+    """A GPU with the attributes of a JAX device that this package reads."""
 
     platform: str = "gpu"
     compute_capability: str = "9.0"
@@ -204,7 +204,7 @@ class FakeGpu(NamedTuple):
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Simulate a process whose first platform is a GPU and whose second is the CPU."""
+    """Simulate a process with two platforms: the first is a GPU, and the second is the CPU."""
     (host, *_) = jax.local_devices(backend="cpu")
     by_platform: dict[str | None, list[Any]] = {None: [FakeGpu()], "gpu": [FakeGpu()], "cuda": [FakeGpu()]}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -231,13 +231,13 @@ def test_another_default_is_respected(fake_gpu: None, chosen: str) -> None:
     with jax.default_device("cpu" if chosen == "cpu" else host):
         assert default_jax_device() == host
         assert default_device() == CPU
-        assert local_devices() == (CPU, HOPPER_DEVICE)  # arrays may be on either device
+        assert local_devices() == (CPU, HOPPER_DEVICE)  # includes the GPU, because arrays may be on either device
         assert [*lowering_targets().values()][:2] == [CPU, HOPPER_DEVICE]
     assert default_device() == HOPPER_DEVICE
 
 
 def test_rejected_calls_name_the_default_device(fake_gpu: None) -> None:
-    x = jax.ShapeDtypeStruct((1, 12, 2, 12), jnp.float16)  # hopper does not support this head dimension
+    x = jax.ShapeDtypeStruct((1, 12, 2, 12), jnp.float16)
 
     def run(x: jax.Array) -> jax.Array:
         return natten_jax.na1d(x, x, x, 3, backend="hopper-fna")

@@ -13,7 +13,7 @@ from natten_jax.profiler.__main__ import main
 
 
 class Printed(NamedTuple):
-    """Standard output and error, and the JSON that was saved, if any."""
+    """Standard output and standard error of a command, and the JSON that it saved (empty without a file)."""
 
     out: str
     err: str
@@ -25,7 +25,10 @@ Profiler = Callable[..., Printed]
 
 @pytest.fixture
 def profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Profiler:
-    """Run ``python -m natten_jax.profiler`` with ``--json``; check its exit status and the width of its output."""
+    """Return a function that runs ``python -m natten_jax.profiler`` with ``--json``.
+
+    The function checks the exit status and that output lines have at most 100 characters.
+    """
 
     def run(arguments: str, status: int = 0) -> Printed:
         path = tmp_path / "result.json"

@@ -1,4 +1,4 @@
-"""Commands of the README, recommendations in errors, and warnings about flags without an effect."""
+"""Profiler commands in the README, recommendations in errors, and warnings about flags that have no effect."""
 
 from __future__ import annotations
 

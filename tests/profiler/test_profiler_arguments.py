@@ -12,7 +12,7 @@ from natten_jax.profiler import options as profiler_options
 from natten_jax.profiler import parse
 from natten_jax.profiler.__main__ import main
 
-#: Flags of the profiler and a part of the resulting error, ``flags -> message``.
+#: Lines ``flags -> message``: invalid flags of the profiler, and a part of the error message.
 USAGE_ERRORS = (Path(__file__).parents[1] / "data" / "usage_errors.txt").read_text(encoding="utf-8").splitlines()
 
 

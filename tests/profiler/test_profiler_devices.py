@@ -24,11 +24,11 @@ from .conftest import Profiler
 
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
 
-#: Flags, the shard of each device (batch, heads, key/value heads), and the collectives of an iteration.
+#: Flags, numbers of batch entries, heads and key/value heads in a device's shard, and the collectives of an iteration.
 RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
     ("--devices 8 --backprop", (1, 8, 8), {}),
     ("--devices 4 --split heads --backprop", (8, 2, 2), {}),
-    # Every device has the only key/value head, and its gradients are summed over devices.
+    # The only key/value head is on every device, so its gradients are summed over the devices.
     ("--devices 4 --split heads --heads-kv 1 --backprop", (8, 2, 1), {"all-reduce"}),
     ("--devices 4 --split heads --heads-kv 2 --backprop --add-kv 3", (8, 2, 1), {"all-reduce"}),
     ("--devices 2 --split heads --heads-kv 1", (8, 4, 1), {}),
@@ -36,7 +36,7 @@ RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
     ("--devices 8 --split heads --compare xla", (8, 1, 1), {}),
     ("--devices 6 --split H,W --backprop", (8, 8, 8), {"collective-permute"}),
 )
-#: Index of the flags in ``RUNS`` whose trace is kept.
+#: Index of the element of ``RUNS`` whose trace is kept.
 TRACED = 2
 
 
@@ -54,7 +54,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, profiler: Pro
         assert collective_operations == set(collectives), flags
         assert ("Collectives: none" in output) == (not collectives)
         check_times(found, options.devices)
-        # Each device launches every kernel once, for any number of devices.
+        # The rows show one device, which launches every kernel once per iteration.
         kernels = {row["operation"]: row["calls"] for row in found["rows"] if row["category"] == "attention"}
         assert set(kernels.values()) <= {1}
         if "flex" not in flags:
@@ -62,7 +62,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, profiler: Pro
     message = profiler(f"{PROBLEM} -b 9 --devices 9", status=1).err.splitlines()[-1]
     assert "--devices 9 is more than there are here: 8 (cpu)" in message
     assert "JAX_NUM_CPU_DEVICES=9" in message
-    # The trace file shows a single device's part of three iterations.
+    # The kept trace has three iterations. Its rows show one device.
     calls = {row.name.operation: row.calls for row in rows_by_module(tmp_path)["jit_profiled_0"]}
     assert [calls[name] for name in ("FnaForward", "FnaBackward", "all-reduce")] == [3, 3, 3]
 
@@ -81,7 +81,10 @@ def check_times(found: dict[str, Any], devices: int) -> None:
 
 
 def gpu_profile(devices: int) -> Any:
-    """Return a profile: two iterations of a kernel and of NCCL per GPU; kernel times increase with the GPU index."""
+    """Return a profile in which each GPU runs two iterations of a kernel, an all-reduce and copies.
+
+    Kernel times increase with the GPU index.
+    """
 
     def event(name: str, start: float, end: float, instruction: str) -> Any:
         stats = [("hlo_op", instruction), ("hlo_module", "jit_f")]

@@ -1,4 +1,4 @@
-"""Problems too large for the machine."""
+"""Problems that are too large for the memory of the machine or of the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_problems_that_no_memory_holds_are_one_sentence(problem: str, message: s
 
 
 class FakeDevice(NamedTuple):
-    """A GPU with ``bytes_limit`` bytes of memory, and the attributes that the profiler reads."""
+    """A GPU with ``bytes_limit`` bytes of memory. It has only the attributes that the profiler reads."""
 
     bytes_limit: int
     platform: str = "gpu"

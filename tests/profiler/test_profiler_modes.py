@@ -1,4 +1,4 @@
-"""Listing, predicting and comparing configurations for GPUs, TPUs and baselines."""
+"""Modes of the profiler: listing configurations, predicting times, comparing with baselines, and reading traces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.traces import rows_by_module
 
 from .conftest import Profiler
 
-# The profiler's other modes: listing, predicting, comparing, and reading any trace.
+# Command lines for the CPU and for simulated GPUs.
 
 FEW = "--warmup-steps 1 --iterations 2"
 
@@ -172,7 +172,7 @@ def test_dry_run_of_self_attention_also_lists_tiles_of_windows(
 
 
 def test_dry_run_of_an_attention_backend_lists_only_its_tiles(profiler: Profiler) -> None:
-    for name in ("flex-fmha", "flex-fna"):  # names in NATTEN's documentation
+    for name in ("flex-fmha", "flex-fna"):  # NATTEN's documentation uses both names
         output = profiler(f"-i 16 16 --dry-run --fmha-backend {name}").out
         assert "compatible with backend flex-fmha." in output and "-fna" not in output
 
@@ -203,7 +203,7 @@ def test_simulation_with_tiles_of_both_passes_without_a_calibration(profiler: Pr
         assert part in output
 
 
-# Comparing, and files.
+# Comparing with baselines, and output files.
 @needs_native
 def test_comparison_and_every_file(tmp_path: Path, profiler: Profiler, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
@@ -222,7 +222,7 @@ def test_comparison_and_every_file(tmp_path: Path, profiler: Profiler, capsys: p
     assert (tmp_path / "result.png").stat().st_size > 1000
     assert list((tmp_path / "trace").glob("**/*.xplane.pb"))
 
-    # Read the kept trace without information about its problem.
+    # Read the kept trace with the trace command, which gets only the trace.
     assert trace_program.main([str(tmp_path / "trace"), "--module", "jit_profiled_0"]) == 0
     output = capsys.readouterr().out
     assert "FnaForward" in output
@@ -278,7 +278,7 @@ def test_configurations_of_a_chip_that_is_not_there(chip: str, profiler: Profile
     assert f"Device: tpu ({TPU_CHIPS[chip].product})" in printed
     assert "compatible with backend tpu-fna" in printed and "compatible with backend flex-fna" in printed
     assert "not compatible with backend cpu-fna: it runs on platform cpu only" in printed
-    # The sentence about static times appears once per pass of the kernels; plain JAX has no times.
+    # The TPU kernels are listed once per pass, each time with the sentence about static times. Plain JAX has no times.
     assert printed.count(STATIC) == 2
 
 
@@ -299,7 +299,7 @@ def test_the_static_model_is_the_slowest_of_products_softmax_and_memory() -> Non
     found = simulator.simulate(wide, ((512,), (512,)))
     pairs = 2 * found.counts.executed_pairs
     assert chip.seconds(found) == pytest.approx(2 * pairs * 512 / 197e12)
-    narrow = problem_of((4096,), 512, heads=2, head_dim=32)  # heads of 32 and of 128 take the same time
+    narrow = problem_of((4096,), 512, heads=2, head_dim=32)  # a product with 32 features takes as long as with 128
     found = simulator.simulate(narrow, ((512,), (512,)))
     assert chip.seconds(found) == pytest.approx(max(2 * pairs * 256 / 197e12, pairs / 1024 * 2.5 / 1.5e9))
     few = simulator.simulate(problem_of((4096,), 2, head_dim=128), ((16,), (16,)))
@@ -313,14 +313,14 @@ def test_chips_are_identified_by_their_jax_names() -> None:
     assert chip_of(Device("tpu")) is None and chip_of(Device("cuda", product="TPU v4")) is None
 
 
-# The profiler's tokamax baseline, with a stand-in for the package, which tests do not install.
+# The profiler's tokamax baseline. Tests do not install tokamax, and replace it by a simulated module.
 
 
 SHAPE = (2, 4, 3, 6, 8)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, attend: Any) -> None:
-    """Make ``import tokamax`` find a module with this attention function, or fail."""
+    """Let ``import tokamax`` return a module with the attention function ``attend``, or fail without one."""
     module = types.SimpleNamespace(dot_product_attention=attend) if attend else None
     monkeypatch.setitem(sys.modules, "tokamax", module)
 

@@ -1,4 +1,4 @@
-"""The profiler's readable names, and the compiled programs from which they are derived."""
+"""Readable names of kernels in the profiler, and the compiled programs from which the profiler derives them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.protobuf import field
 
 
 def plan_of(operator: Operator) -> Plan:
-    """Return the plan of a forward pass of either operator; the same kernel runs both operators."""
+    """Return the plan of an operator's forward pass on the Hopper backend, which has one kernel for both operators."""
     axis = Axis(8, 8, 3 if operator == "fna" else 8, 1, 1, False)
     problem = Problem(operator, 1, (axis,), 1, 1, 64, 64, "float16", 0.125)
     return Plan(
@@ -39,16 +39,16 @@ def test_operator_follows_from_the_instruction_or_the_problem() -> None:
     assert symbols.name(unmarked.target, unmarked, "fna").operation == "FnaForward"
     assert symbols.name(unmarked.target, unmarked, "fmha").operation == "FmhaForward"
     assert symbols.name(marked.target, marked, "fna").operation == "FmhaForward"
-    # The Hopper kernel serves both operators.
+    # The Hopper kernel computes both operators, so only the plan shows the operator.
     kernel = "void natten_jax::sm90::natten_jax_sm90_fna_forward<Traits>(ForwardParams)"
     assert symbols.name(kernel, marked, "fna").operation == "FmhaForward"
     assert symbols.name(kernel, ATTENTION, "fmha").operation == "FnaForward"
 
 
 DATA = Path(__file__).parents[1] / "data"
-#: Symbols recorded on a GPU.
+#: Kernel symbols that were recorded on a GPU, and their readable names.
 RECORDED = json.loads((DATA / "h200_symbols.json").read_text())
-#: A symbol for each naming rule.
+#: More kernel symbols: one for each naming rule.
 OTHERS = json.loads((DATA / "symbols.json").read_text())
 
 
@@ -73,7 +73,7 @@ def test_long_symbols_are_cut() -> None:
     assert symbols.clean("void " + "x" * 46 + "<int>(float)") == "x" * 45 + "..."
 
 
-# The compiled program.
+# Instructions of the compiled program.
 
 
 def test_program_of_a_compiled_function() -> None:
@@ -83,7 +83,7 @@ def test_program_of_a_compiled_function() -> None:
 
     compiled = jax.jit(function).lower(jnp.ones((8, 8))).compile()
     program = Program.from_compiled(compiled)
-    # The program's text has the same information.
+    # The text of the program shows the same names, opcodes and scopes.
     text = compiled.as_text() or ""
     printed = re.findall(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?(?<![\w.-])([a-z][\w-]*)\(", text, re.MULTILINE)
     assert {name: each.opcode for name, each in program.instructions.items()} == dict(printed)

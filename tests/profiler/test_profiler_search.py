@@ -1,4 +1,4 @@
-"""Search and tuning: ``--optimize``, ``tune``, and saved configurations."""
+"""Search for fast configurations: the flag ``--optimize``, ``natten_jax.tune``, and saved configurations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.native_programs import needs_native
 
 from .conftest import Profiler
 
-# ``--optimize``, and its results as arguments of the operators and the modules.
+# The flag ``--optimize``. Operators and modules accept its results as arguments.
 
 FEW = "--warmup-steps 1 --iterations 2"
 
@@ -91,13 +91,16 @@ def test_tuned_arguments_are_accepted_in_every_rank(rank: int, tmp_path: Path) -
 
 
 def chosen(options: Options) -> tuple[Any, ...]:
-    """Return the query tiles of both passes, and the schedule."""
+    """Return the forward query tile, the backward query tile, and the kernel schedule."""
     performance = options.performance
     return performance.q_tile_shape, performance.backward_q_tile_shape, performance.kernel_schedule
 
 
 def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tuple[Optimum, list[tuple[Any, ...]]]:
-    """Fake a search without compilation: ``seconds(options)`` returns the time of a program, or an error."""
+    """Run a search that compiles no programs; return the optimum, and backend, tiles and schedule of each candidate.
+
+    ``seconds(options)`` returns the time of a candidate, or the exception that its compilation raises.
+    """
     compiled = []
 
     def compile_workload(options: Any, name: str, arguments: Any) -> Any:
@@ -163,7 +166,7 @@ def test_search_finds_the_best_pair_of_each_pass_and_survives_failures(monkeypat
     assert optimum.seconds == pytest.approx(2e-3)
     assert optimum.default_seconds == pytest.approx(7e-3)
     assert {trial.error for trial in optimum.failures} == {"no such tile"}
-    assert sum(backend == "flex-fna" for backend, *_ in compiled) == 1  # plain JAX is abandoned after one run
+    assert sum(backend == "flex-fna" for backend, *_ in compiled) == 1  # plain JAX is slower, and is tried once
 
 
 @needs_native
@@ -186,7 +189,7 @@ def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: p
 def test_search_does_not_wait_for_plain_jax_if_kernels_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     optimum, compiled = fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: 0.03)
     assert optimum.options.backend == "cpu-fna"
-    assert {backend for backend, *_ in compiled} == {"cpu-fna", None}  # None is the default backend
+    assert {backend for backend, *_ in compiled} == {"cpu-fna", None}  # None: no named backend
 
 
 @needs_native
@@ -239,7 +242,7 @@ def test_search_without_anything_that_runs_is_an_error(monkeypatch: pytest.Monke
         fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: RuntimeError("broken"))
 
 
-# ``natten_jax.tune``: search results and files, the context manager, and tables in the package.
+# ``natten_jax.tune``: its results, their files and context manager, and the tables that the package contains.
 
 
 CPU = Device("cpu")
@@ -250,7 +253,7 @@ PROBLEM = problem_of((8, 12), (4, 6), heads=2, head_dim=16, dtype="float32")
 
 
 def other_plan(problem: Problem) -> Any:
-    """Return a forward plan that is not the default: with the last tiles in the backend's order."""
+    """Return a forward plan with tiles other than the default: the last tiles that the backend lists."""
     default = resolve(Request(problem), CPU, "forward")
     pair = backends.by_id(default.backend).tile_pairs(problem, CPU, "forward")[-1]
     assert pair != default.tiles
@@ -269,7 +272,7 @@ def loss(tokens: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_every_operator_of_a_program_is_found_once(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs for several devices must be compiled to find the operators."""
+    """With several devices, a program is compiled to find its operators."""
     present = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: present[:devices])
     tokens = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
@@ -297,7 +300,7 @@ def test_measured_programs_equal_called_programs(keywords: dict[str, Any], reaso
 
     (task,) = search.tasks_of(plans_of(attend, keys))
     if reason is None:
-        assert task.obstacle is None and task.planned_problem == task.problem  # the problem that is searched and timed
+        assert task.obstacle is None and task.planned_problem == task.problem  # planned_problem is searched and timed
     else:
         assert reason in str(task.obstacle)
 
@@ -328,7 +331,7 @@ def test_a_table_applies_only_inside_its_block() -> None:
     (before,) = plans_of(function, tokens)
     function(tokens)
     with Tuned(table_of(plan)):
-        (inside,) = plans_of(function, tokens)  # also for a previously compiled function
+        (inside,) = plans_of(function, tokens)  # although the function was compiled before
     assert inside.tiles == plan.tiles != before.tiles
     assert plans_of(function, tokens) == (before,)
 
@@ -389,7 +392,7 @@ def test_every_pass_of_a_shipped_table_is_found(monkeypatch: pytest.MonkeyPatch)
         table = tables.shipped(device)
         assert table is not None and table.device == product
         for each in table.passes:
-            problem = dataclasses.replace(each.plan.problem, scale=0.25)  # the scale does not affect the search
+            problem = dataclasses.replace(each.plan.problem, scale=0.25)  # plans in tables apply to all scales
             assert tables.measured(Request(problem), device, each.plan.pass_) is each
             assert each.seconds <= each.default_seconds
 

@@ -1,4 +1,4 @@
-"""Traces: events, iterations, devices, programs and files, and the tables that the profiler prints."""
+"""Traces: their events, iterations, devices, programs and files. Tables that the profiler prints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_overlapping_steps_share_the_time_and_containers_get_the_rest() -> None:
     ]
     durations = [event.duration for event in capture.without_overlap(launched, program.is_container)]
     assert durations == [60.0, 15.0, 25.0, 0.0, 50.0]
-    assert sum(durations) == 150.0  # the time during which any event ran
+    assert sum(durations) == 150.0  # the time during which at least one event ran
     assert capture.without_overlap([], program.is_container) == []
 
 
@@ -95,7 +95,7 @@ def test_device_time_is_most_of_the_wall_clock() -> None:
     walls = []
 
     def timed() -> None:
-        jax.block_until_ready(other(jnp.ones((512, 512))))  # another program's events are not counted
+        jax.block_until_ready(other(jnp.ones((512, 512))))  # events of this other program must not be counted
         start = time.perf_counter()
         jax.block_until_ready(run())
         walls.append(time.perf_counter() - start)
@@ -104,8 +104,8 @@ def test_device_time_is_most_of_the_wall_clock() -> None:
     iterations = capture.capture(timed, 9, program, "cpu")
     assert len(iterations) == 9
     totals = [sum(event.duration for event in each) / 1e9 for each in iterations]
-    # Both clocks measure the same runs. Single runs may differ: a busy machine may suspend this thread, or the thread
-    # that records the end of a step.
+    # The trace and the wall clock measure the same runs. They may differ for a single run, because a busy machine may
+    # suspend this thread, or the thread that records the end of a step.
     ratio = statistics.median(total / wall for total, wall in zip(totals, walls[-9:], strict=True))
     assert 0.5 < ratio < 1.1
 
@@ -207,7 +207,7 @@ def test_results_name_tile_sizes_and_known_occupancy(backend: str, device: Devic
     assert found == {"query": (16, 8), "key_value": (8, 8), "tile_m": 128, "tile_n": 64, "occupancy": occupancy}
 
 
-# ``python -m natten_jax.profiler.trace``: readable names for a trace of any program.
+# The command ``python -m natten_jax.profiler.trace``, which prints readable names for a trace of any program.
 
 
 def run_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -241,7 +241,7 @@ def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
 def test_programs_of_a_trace_are_identified_by_name(tmp_path: Path) -> None:
     """Trace several programs with kernels or loops, some with equal names.
 
-    On a CPU, events and the programs inside a trace have different numbers.
+    In a CPU trace, the program number of an event differs from the number of the program that the trace contains.
     """
 
     def named(name: str, function: Any) -> Any:
@@ -266,7 +266,7 @@ def test_programs_of_a_trace_are_identified_by_name(tmp_path: Path) -> None:
 
 
 def traced(folder: Path, functions: list[Any], x: jax.Array) -> None:
-    """Compile each function, then trace a call."""
+    """Compile each function, then write a trace in which each is called once."""
     jax.block_until_ready([function(x) for function in functions])
     with jax.profiler.trace(str(folder)):
         for function in functions:
@@ -274,7 +274,7 @@ def traced(folder: Path, functions: list[Any], x: jax.Array) -> None:
 
 
 def _is_printed(cell: str, seconds: float) -> bool:
-    """Return True if a cell is a time; its last digit may be rounded up or down, since sums depend on their order."""
+    """Return True if a table cell shows this time. The last digit may differ by one: sums depend on their order."""
     number, unit = re.fullmatch(r"([\d.]+)(us|ms|s)", report.format_time(seconds)).groups()  # type: ignore[union-attr]
     return cell.endswith(unit) and abs(float(cell.removesuffix(unit)) - float(number)) < 0.0015
 
@@ -309,7 +309,7 @@ def test_shares_add_up_and_averages_are_of_a_step(tmp_path: Path, capsys: pytest
     seconds = found["jit_step"].seconds
     assert _is_printed(rows[-1][5], seconds / 5)
 
-    _, output = table()  # several programs: the total number of steps is unknown
+    _, output = table()  # with several programs, the number of steps is unknown
     assert "Per step" not in output and "Share" in output
     assert re.search(r"^jit_other: .*; 1 run of \S+$", output, re.MULTILINE)
     rows, output = table("--steps", "2", "--json", str(tmp_path / "trace.json"))
@@ -326,12 +326,12 @@ def test_traces_without_the_number_of_runs() -> None:
     assert trace_program.TracedProgram([*told, (name, Event("kernel", "fusion", "", 0.0, 1e6))]).runs is None
 
 
-# TPU traces in their documented format, with kernels of this package, loops and another program.
+# TPU traces in the documented format. They contain kernels of this package, loops, and a second program.
 
 
 @pytest.fixture
 def trace_path(tmp_path: Path) -> Path:
-    """Write a trace of two devices: two runs of a program and one run of another."""
+    """Write a TPU trace of two devices, with two runs of the program ``jit_step`` and one run of ``jit_other``."""
     text = (Path(__file__).parents[1] / "data" / "tpu_trace.textproto").read_text(encoding="utf-8")
     path = tmp_path / "host.xplane.pb"
     path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
@@ -350,7 +350,7 @@ def test_kernels_have_readable_names_and_loops_only_their_own_time(trace_path: P
     seconds = {name: row.runtime for name, row in rows.items()}
     assert seconds["FnaForward"] == pytest.approx(80e-6) and seconds["FnaBackward"] == pytest.approx(160e-6)
     assert seconds["while"] == pytest.approx(20e-6) and seconds["add_fusion"] == pytest.approx(20e-6)
-    # Asynchronous copies do not count as time of the program.
+    # The time of a program does not include asynchronous copies.
     assert found["jit_step"].seconds == pytest.approx(2 * 150e-6)
     (product,) = found["jit_other"].rows
     assert product.name.category == "gemm"
@@ -372,11 +372,11 @@ def test_the_program_prints_them(trace_path: Path, capsys: pytest.CaptureFixture
     assert "FnaForward" in printed and "natten_jax-tpu" in printed and "2 runs of 150.000us" in printed
 
 
-# Trace files: embedded programs, and file search.
+# Trace files: programs that they contain, and the search for trace files in folders.
 
 
 def trace_with_program(hlo: bytes, stat: bytes = b"Hlo Proto") -> bytes:
-    """Return a trace with a program, or with other bytes in a stat with a different name."""
+    """Return a trace that contains ``hlo`` in a stat. With the default name, the stat is read as a program."""
     named = field(5, field(1, 4) + field(2, field(1, 4) + field(2, stat)))
     event = field(4, field(1, 9) + field(2, field(5, field(1, 4) + field(6, hlo))))
     return field(1, field(2, b"/host:metadata") + named + event)

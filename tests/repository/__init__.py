@@ -1,1 +1,1 @@
-"""The repository itself: documentation, examples, packaging, layers and workflows."""
+"""Tests of the repository itself: documentation, examples, packaging, import layers and workflows."""

@@ -1,4 +1,4 @@
-"""Test what ``setup.py`` detects, requests and decides, without building."""
+"""Test ``setup.py`` without building: detected tools, requirements, and options of the build."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.repository.test_packaging import copy_of_sources
 
 ROOT = Path(__file__).parents[2]
 
-#: Architectures that two toolkits list.
+#: GPU architectures that simulated CUDA toolkits support, by CUDA version.
 ARCHITECTURES = {12: (80, 86, 90), 13: (80, 86, 90, 100, 120)}
 
-#: Environment variables of builds that do not begin with NATTEN_JAX_.
+#: Environment variables that affect builds and whose names do not begin with NATTEN_JAX_.
 OTHER_VARIABLES = {"CUDA_HOME", "_PYTHON_HOST_PLATFORM", "SETUPTOOLS_EXT_SUFFIX"}
 
 
 def put_program(path: Path, script: str = "exit 1") -> Path:
-    """Write an executable file; by default it fails."""
+    """Write an executable shell script. By default, it exits with status 1."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -37,13 +37,15 @@ def put_program(path: Path, script: str = "exit 1") -> Path:
 
 
 class Build:
-    """The names in setup.py, run without building, in an environment without programs.
+    """Functions and constants of setup.py, which is run without building, with an empty folder as ``PATH``.
+
+    Functions and constants are also attributes.
 
     Attributes:
-        names: Functions and constants of setup.py.
-        patch: Changes the environment.
-        folder: Folder for files.
-        nvccs: An nvcc for each CUDA version, outside of the path.
+        names: Functions and constants of setup.py, by name.
+        patch: Changes the environment until the end of the test.
+        folder: Temporary folder for files.
+        nvccs: Simulated nvcc programs, by CUDA version. Their folders are not in ``PATH``.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -63,7 +65,7 @@ class Build:
         return self.names[name]
 
     def run(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the names in setup.py, and the names of the extensions it would build in this environment."""
+        """Run setup.py. Return its functions and constants, and the names of the extensions that it would build."""
         given: dict[str, Any] = {}
         self.patch.setattr(setuptools, "setup", given.update)
         names = runpy.run_path(str(ROOT / "setup.py"))
@@ -208,7 +210,7 @@ def test_the_library_is_built_on_linux_and_elsewhere_on_request(build: Build, sy
 
 @pytest.fixture
 def visible_gpu(build: Build) -> None:
-    """Simulate a machine with an NVIDIA GPU, without build options for CUDA."""
+    """Simulate a machine with an NVIDIA GPU, and unset the option that selects CUDA."""
     build.put_on_path(put_program(build.folder / "driver" / "nvidia-smi", "exit 0"))
     build.patch.delenv("NATTEN_JAX_CUDA")
 
@@ -265,7 +267,7 @@ def test_another_machine_has_its_compiler_and_names_of_its_own(build: Build) -> 
     assert options["CMAKE_SYSTEM_PROCESSOR"] == "aarch64" and options["CMAKE_CXX_COMPILER"] == str(compiler)
     assert options["PYTHON_MODULE_EXTENSION"] == ".cpython-311-aarch64-linux-gnu.so"
     assert (Path(options["Python_INCLUDE_DIR"]) / "Python.h").is_file()
-    # These variables are unset until setuptools runs, and stay unset in a native build.
+    # Only a run of setuptools sets these variables, and only if it builds for another machine.
     assert not {"_PYTHON_HOST_PLATFORM", "SETUPTOOLS_EXT_SUFFIX"} & set(os.environ)
     assert build.run()[1] == ["natten_jax._native"]
     assert os.environ.pop("_PYTHON_HOST_PLATFORM") == "linux-aarch64"
@@ -279,7 +281,7 @@ def test_the_version_of_a_wheel_names_its_cuda_and_marks_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = copy_of_sources(tmp_path)
-    # Source distributions, from which wheels are built, contain this file.
+    # Wheels are built from source distributions, which contain this file.
     (sources / "setup.cfg").write_text("[egg_info]\ntag_build = \ntag_date = 0\n")
     build_settings = runpy.run_path(str(ROOT / "release" / "wheels.py"))["build_settings"]
     settings = tmp_path / "settings.cfg"

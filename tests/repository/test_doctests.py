@@ -19,7 +19,7 @@ from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 _FLAX = "natten_jax.flax_modules."
-#: Modules with public names, except :mod:`natten_jax` itself.
+#: Modules with public names, except :mod:`natten_jax` itself. None stands for all names in the module's ``__all__``.
 MODULES = {
     "natten_jax.fp8": None,
     "natten_jax.halo": ("Halo", "bytes_received", "halo_of", "halos_of"),
@@ -80,7 +80,7 @@ def test_every_public_name_has_a_page() -> None:
             prefix = found[1]
         elif found := re.fullmatch(r"   ([\w.]+)", line):
             pages.add(f"{prefix}.{found[1]}")
-        elif line.startswith("| `get_"):  # configuration queries, whose pages differ only in the name
+        elif line.startswith("| `get_"):  # functions whose pages are equal except for the name
             pages |= {f"natten_jax.{name}" for name in re.findall(r"`(\w+)`", line)}
     assert public_names().keys() - pages == set()
 

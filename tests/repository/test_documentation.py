@@ -1,4 +1,4 @@
-"""The Python blocks of the documentation: each page runs as a program, and type-checks as a user's file."""
+"""The Python code of each documentation page runs as a program, and passes type checks as a user's file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_page_is_in_the_sites_table() -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as sites that render Markdown generate them."""
+    """Return the anchors that sites generate for a page's headings when they render Markdown."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -52,18 +52,18 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    result = run_python(program_of(page), devices=None)  # pages that need several devices request them
+    result = run_python(program_of(page), devices=None)  # pages set the number of devices that they need
     assert result.returncode == 0, f"{page.name}: {result.stderr}"
 
 
 def test_pages_type_check(tmp_path: Path) -> None:
     """Check all pages in one run, because checking JAX's types takes most of the time."""
     mypy = sys.executable, "-m", "mypy"
-    environment: dict[str, str] = {}  # independent of the developer's settings
+    environment: dict[str, str] = {}  # empty, so that the developer's settings have no effect
     found = subprocess.run([*mypy, "--version"], capture_output=True, text=True, env=environment, check=False)
     if "No module named" in found.stderr:
         pytest.skip(f"mypy is not installed: {found.stderr.strip()}")
-    # As installed: a single typed package.
+    # Arrange the package as if it were installed: flax_modules is a folder inside natten_jax.
     package = tmp_path / "site" / "natten_jax"
     package.mkdir(parents=True)
     for entry in (*PACKAGE.iterdir(), ROOT / "flax_modules"):
@@ -71,7 +71,7 @@ def test_pages_type_check(tmp_path: Path) -> None:
     programs = [tmp_path / f"{page.stem.replace('-', '_')}.py" for page in PAGES]
     for program, page in zip(programs, PAGES, strict=True):
         program.write_text(program_of(page))
-    # Untyped parts of JAX and of other packages are not errors of this library.
+    # Ignore missing types in JAX and in other packages.
     untyped = "--allow-untyped-calls", "--disable-error-code=import-untyped", "--follow-imports=silent"
     command = [*mypy, "--strict", *untyped, f"--cache-dir={os.devnull}", "--config-file=", *map(str, programs)]
     environment["MYPYPATH"] = str(package.parent)
@@ -95,5 +95,5 @@ def test_notebooks_are_kept_with_their_results(notebook: Path) -> None:
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     program = "\n".join("".join(cell["source"]) for cell in cells)
     assert "pip install" in program
-    # The notebook also runs without the compiled kernels.
+    # The notebook must also run without compiled kernels, so it must not name their backends.
     assert not re.search(r"\b(cpu|cutlass|hopper)-f(na|mha)", program)

@@ -1,4 +1,4 @@
-"""Run the examples as a user would, and check their results."""
+"""Run the example programs in separate processes, as a user would, and check their output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import programs
 
 nnx = pytest.importorskip("flax.nnx")
 for package in ("matplotlib", "optax", "rich", "sklearn"):
-    if importlib.util.find_spec(package) is None:  # the examples import it in separate processes
+    if importlib.util.find_spec(package) is None:  # the examples import the package in other processes
         pytest.skip(f"{package} is not installed", allow_module_level=True)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -32,7 +32,7 @@ def output_of(name: str, *arguments: str, **environment: str) -> str:
 
 
 def trained(name: str, *arguments: str, step: str = "step") -> str:
-    """Return the output of a training example; check that its step compiles once, or twice with profiling."""
+    """Return the output of a training example. Check that its step compiles once, or twice with ``--profile``."""
     result = run(name, *arguments, JAX_LOG_COMPILES="1")
     assert result.stderr.count(f"Compiling jit({step}) with") == 1 + ("--profile" in arguments)
     return programs.output_of(result)
@@ -66,7 +66,7 @@ def test_weather_is_forecast_across_the_date_line(tmp_path):
     found = {(edges, int(step)): (float(at), float(away)) for edges, step, at, away in rows}
     assert set(found) == {("cut", 1), ("cut", 2), ("wrap", 1), ("wrap", 2)}
     at_the_line, elsewhere = (dict(zip(found, errors, strict=True)) for errors in zip(*found.values(), strict=True))
-    assert max(elsewhere["cut", 1], elsewhere["wrap", 1]) < 0.6  # fields have a standard deviation of 1
+    assert max(elsewhere["cut", 1], elsewhere["wrap", 1]) < 0.6  # the standard deviation of the fields is 1
     for step in (1, 2):
         assert at_the_line["cut", step] > 1.3 * at_the_line["wrap", step]
         assert at_the_line["wrap", step] < 1.2 * elsewhere["wrap", step]
@@ -90,12 +90,13 @@ def test_video_denoising_learns_alike_with_two_backends(tmp_path):
 
     smoothed, reference = (np.array([curve[i : i + 20].mean() for i in range(41)]) for curve in (losses, expected))
     difference = np.max(np.abs(smoothed / reference - 1))
-    # The difference is 0.02% for bfloat16, 0.3% for a gradient without dQ, and 0.2% for an ignored stride.
+    # The difference that bfloat16 causes is 0.02%. It would be 0.3% without the query gradient, and 0.2% if one backend
+    # ignored the stride.
     assert 0 < difference < 1e-3
     assert f"Largest relative difference of losses smoothed over 20 steps: {difference:.2%}" in output
     assert re.search(rf"^ +60 +{losses[-6:].mean():.4f} +{expected[-6:].mean():.4f}$", output, re.MULTILINE)
 
-    # The seed determines the result, also without a second model in the run.
+    # The losses depend only on the seed: they are the same if no second model is trained in the run.
     runpy.run_path(str(EXAMPLES / "video_denoising.py"))["main"]([*problem, *model, "--json", str(alone)])
     (run,) = json.loads(alone.read_text())["runs"]
     assert run["losses"] == losses.tolist()
@@ -104,15 +105,15 @@ def test_video_denoising_learns_alike_with_two_backends(tmp_path):
 def test_train_sharded_trains_as_one_device_does():
     problem = ("--tokens", "2", "6", "6", "--window", "2", "3", "3", "--depth", "1", "--batch-size", "8")
     devices = ("--devices", "8", "--model-parallel", "2", "--compare")
-    # The loss decreases. It is a mean of 7 thousand numbers, and the two runs differ by 3e-6. With patches of 4 by 4,
-    # it is a mean of 28 thousand numbers, and the runs differ by 5e-5 at any learning rate with JAX 0.10.0, whose long
-    # sums have larger rounding errors.
+    # With patches of 2 by 2, the loss is a mean of 7 thousand numbers. It decreases, and the losses with 8 devices and
+    # with one device differ by 3e-6. With patches of 4 by 4, it is a mean of 28 thousand numbers. In JAX 0.10.0, long
+    # sums have larger rounding errors, and the losses then differ by 5e-5 at every learning rate.
     training = ("--steps", "6", "--learning-rate", "1e-3", "--patch", "2")
     output = output_of("train_sharded.py", *problem, *devices, *training, JAX_PLATFORMS="cpu")
     assert re.search(r"^ +step +4 data x 2 model +1 data x 1 model$", output, re.MULTILINE)
     losses, expected = np.array(re.findall(r"^ +\d+ +(\d\.\d{6}) +(\d\.\d{6})$", output, re.MULTILINE), float).T
     assert losses.shape == (6,)
-    assert losses[0] == 1  # the untrained model
+    assert losses[0] == 1  # loss of the untrained model
     assert (losses[1:] < 1).all()
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     (difference,) = re.findall(r"^Largest relative difference .*: (\S+)$", output, re.MULTILINE)
@@ -121,13 +122,13 @@ def test_train_sharded_trains_as_one_device_does():
 
 
 def losses_of(output: str) -> np.ndarray:
-    """Return the losses of an example whose steps are timed."""
+    """Return the losses that an example prints. Check that it also prints the time of a step."""
     assert re.search(r"^Median step: \d+\.\d+(us|ms|s)$", output, re.MULTILINE)
     return np.array(re.findall(r"^ +\d+ +(\d+\.\d{4})$", output, re.MULTILINE), float)
 
 
 def attention_share_of(output: str) -> float:
-    """Return the attention share of a step's device time that an example prints, in percent."""
+    """Return the printed share of attention in the device time of a step, in percent."""
     (share,) = re.findall(r"^Attention: ([\d.]+)% of a step's \S+ of device time \(forward", output, re.MULTILINE)
     return float(share)
 
@@ -159,7 +160,7 @@ def test_hdit_learns_and_samples(tmp_path):
     assert losses.shape == (10,)
     assert losses[-1] < 0.7 * losses[0]
     assert 0 < attention_share_of(output) < 100
-    # Noise has a standard deviation of 1, and so do the samples of an untrained model.
+    # The noise from which sampling starts has a standard deviation of 1. So do samples of an untrained model.
     (deviation,) = re.findall(r"^Samples after 4 steps: .*standard deviation ([\d.]+)$", output, re.MULTILINE)
     assert float(deviation) < 0.9
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

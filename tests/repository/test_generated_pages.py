@@ -1,4 +1,4 @@
-"""Documented flags and backends match the program, and sample outputs match the commands' output."""
+"""Tables of flags and backends in the documentation match the program, and sample outputs match the real output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages have levels: a module imports only from its package and from lower levels, without cycles."""
+"""Packages have levels. A module imports only from its package and from lower levels, and imports have no cycles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Packages, and modules outside of packages, bottom up. Modules of a level must not import each other.
+#: Levels from bottom to top. A level contains packages, and modules that do not have the level of their package.
+#: Packages and modules of one level must not import from each other.
 LEVELS = (
     ("natten_jax.source_tree", "natten_jax.version", "natten_jax.element_types"),
     ("natten_jax.arguments",),
@@ -36,7 +37,7 @@ _LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms
 
 
 def _modules() -> dict[str, Path]:
-    """Return every module's file, by module name."""
+    """Return the file of each module, by module name."""
     folders = {"natten_jax": ROOT / "natten_jax", "natten_jax.flax_modules": ROOT / "flax_modules"}
     found = {}
     for package, folder in folders.items():
@@ -47,7 +48,7 @@ def _modules() -> dict[str, Path]:
 
 
 def _imported(module: str, path: Path) -> Iterator[str]:
-    """Yield the modules and qualified names that a module imports anywhere, including in functions."""
+    """Yield the modules and qualified names that a module imports, including imports inside functions."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -71,7 +72,7 @@ def _graph() -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    """Return the package or module that has a level: a module may have a different level than its package."""
+    """Return the name in ``LEVELS`` that applies to a module: the module itself, or the innermost package around it."""
     parts = module.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     found = next((name for name in names if name in _LEVEL_OF and (name != "natten_jax" or name == module)), None)
@@ -80,7 +81,7 @@ def _room(module: str) -> str:
 
 
 def _upward(graph: Mapping[str, set[str]]) -> list[str]:
-    """Return the imports that are not from lower levels."""
+    """Return imports from another package or module of the same level, or of a higher level."""
     return [
         f"{importer} imports {module}"
         for importer, imported in graph.items()
@@ -96,12 +97,15 @@ def test_nothing_is_imported_from_above() -> None:
 
 def test_modules_are_imported_in_an_order() -> None:
     graph = _graph()
-    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # a cycle raises CycleError, whose message shows it
     assert set(order) == set(graph)
 
 
 def test_every_package_describes_its_modules() -> None:
-    """Public packages have docstrings for users, so docs/architecture.md describes their modules."""
+    """The docstring of each package mentions its modules.
+
+    Docstrings of public packages are for users. docs/architecture.md describes the modules of these packages.
+    """
     architecture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     unsaid = []
     for package, path in _modules().items():

@@ -1,4 +1,4 @@
-"""Published classifiers, built from their weights, compared with recorded logits of other implementations."""
+"""Classifiers that are loaded from weights in published formats, compared with logits of other implementations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ for package in ("matplotlib", "optax"):
     pytest.importorskip(package)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-#: Shapes of the weights of small models, and logits that transformers or NumPy computed from `arrays_of` them.
+#: Small models: shapes of their weights, and logits that transformers or NumPy computed. `arrays_of` returns weights of
+#: these shapes, with which the logits were computed.
 RECORDS = {each["model"]: each for each in json.loads(Path(__file__).with_name("nat_weights.json").read_text())}
 DINAT, NAT = (RECORDS[f"{kind}ForImageClassification"] for kind in ("Dinat", "Nat"))
 Weights = dict[str, np.ndarray]
@@ -40,7 +41,7 @@ def example() -> dict[str, Any]:
 
 
 def arrays_of(shapes: Mapping[str, Sequence[int]]) -> Weights:
-    """Return random weights that depend on their names, but not on their order."""
+    """Return random weights. Each depends on its name and shape, but not on the order of the weights."""
     arrays = {}
     for name, shape in shapes.items():
         noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape) / math.sqrt(
@@ -56,7 +57,7 @@ def images_of(extents: Sequence[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_logits_equal_the_recorded_ones(example: dict[str, Any], name: str) -> None:
-    """In the test model, the last stage is smaller than its dilated windows, and extents are odd."""
+    """The test models include layouts smaller than the dilated windows of their stage, and odd extents."""
     record = RECORDS[name]
     model = example["load"](arrays_of(record["shapes"]), record["dilations"], config=record["config"])
     assert model.depths == (1, 2)
@@ -65,7 +66,10 @@ def test_logits_equal_the_recorded_ones(example: dict[str, Any], name: str) -> N
 
 
 def test_models_without_a_head(example: dict[str, Any]) -> None:
-    """Compare tokens of a classifier with transformers' model and backbone, whose weight names lack a prefix."""
+    """Compare a classifier with a model and a backbone of transformers.
+
+    Their weights include no classification head, and weight names lack the prefix ``dinat.``.
+    """
     weights, images = arrays_of(DINAT["shapes"]), images_of(DINAT["extents"])
     headless = {name.removeprefix("dinat."): array for name, array in weights.items() if "classifier" not in name}
     backbone = {name: array for name, array in headless.items() if not name.startswith("layernorm")}
@@ -190,7 +194,7 @@ def test_packages_that_are_missing(
 
 @pytest.mark.parametrize(("size", "millions"), [("mini", 20), ("tiny", 28), ("small", 51), ("base", 90)])
 def test_sizes_are_the_published_ones(example: dict[str, Any], size: str, millions: float) -> None:
-    """Compare with the parameter counts of the papers, in millions."""
+    """Compare numbers of parameters with the numbers in the papers, in millions."""
     weights = example["random_weights"](example["SIZES"][size])
     assert sum(array.size for array in weights.values()) / 1e6 == pytest.approx(millions, abs=0.5)
     models = [example["load"](weights, dilations) for dilations in ("dinat", "dinat-384")]
