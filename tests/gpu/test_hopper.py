@@ -23,7 +23,7 @@ from tests.support.families import BOUNDS, family_named
 from tests.support.float8 import factors_for, scaled
 from tests.support.problems import Case, Trial, both_passes, check_all, check_gradients_repeat
 
-# Very large arrays, and additional tokens whose number is not a multiple of the tile size.
+# Very large arrays, and additional tokens that may end within a tile.
 #
 # Other tests of the results are in ``test_operators.py``, which tests every family.
 

@@ -24,7 +24,7 @@ COMMANDS = "natten_jax.profiler", "natten_jax.doctor"
 
 
 def take() -> dict[str, str]:
-    """Return the signature of each public name, and nargs, default and choices of each flag."""
+    """Return the signature of each public name, and the definition of each flag: nargs, default and choices."""
     found: dict[str, str] = {}
     for name in MODULES:
         if name.startswith("flax_modules") and importlib.util.find_spec("flax") is None:

@@ -29,7 +29,7 @@ AT_ONCE = 275
 
 
 def groups() -> dict[str, tuple[Target, list[str]]]:
-    """Return a target and the names of its cases for each process, by the name of the group."""
+    """Return groups of cases by name. A group is a target and the names of its cases, which one process runs."""
     found = {}
     for target in TARGETS:
         names = [name for name, (own, _) in CASES.items() if own is target]

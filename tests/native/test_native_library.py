@@ -44,7 +44,7 @@ def file_of(library: str) -> Path:
 
 
 def readelf(library: str, *options: str) -> str:
-    """Return the output of ``readelf`` for a library. Builds need a compiler, which comes with ``readelf``."""
+    """Return the output of ``readelf`` for a library. ``readelf`` is installed with every compiler."""
     command = ["readelf", "--wide", *options, str(file_of(library))]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

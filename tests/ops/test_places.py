@@ -102,7 +102,7 @@ def test_keys_are_not_copied_for_finer_queries() -> None:
     query, key = jnp.ones((1, 32, 36, 4, 8)), jnp.ones((1, 16, 12, 2, 8))
     attend = jax.jit(lambda query, key: natten_jax.na2d(query, key, key, 3, upsample=(2, 3), backend="cpu-fna"))
     text = attend.lower(query, key).compile().as_text() or ""
-    assert "16,12,24,8]" in text  # the 2 x 3 queries at each key become heads: 4 x 6
+    assert "16,12,24,8]" in text  # the 6 queries at each key become heads: 4 x 6 = 24
     assert "32,36,2,8]" not in text
 
 

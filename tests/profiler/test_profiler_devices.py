@@ -24,7 +24,7 @@ from .conftest import Profiler
 
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
 
-#: Flags, numbers of batch entries, heads and key/value heads in a device's shard, and the collectives of an iteration.
+#: Flags, shape of a device's shard (batch, heads, key/value heads), and names of the collectives in an iteration.
 RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
     ("--devices 8 --backprop", (1, 8, 8), {}),
     ("--devices 4 --split heads --backprop", (8, 2, 2), {}),
@@ -62,7 +62,7 @@ def test_a_problem_is_split_over_the_hosts_devices(tmp_path: Path, profiler: Pro
     message = profiler(f"{PROBLEM} -b 9 --devices 9", status=1).err.splitlines()[-1]
     assert "--devices 9 is more than there are here: 8 (cpu)" in message
     assert "JAX_NUM_CPU_DEVICES=9" in message
-    # The kept trace has three iterations. Its rows show one device.
+    # The kept trace has three iterations, and its rows show one device.
     calls = {row.name.operation: row.calls for row in rows_by_module(tmp_path)["jit_profiled_0"]}
     assert [calls[name] for name in ("FnaForward", "FnaBackward", "all-reduce")] == [3, 3, 3]
 

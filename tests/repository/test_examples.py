@@ -160,7 +160,7 @@ def test_hdit_learns_and_samples(tmp_path):
     assert losses.shape == (10,)
     assert losses[-1] < 0.7 * losses[0]
     assert 0 < attention_share_of(output) < 100
-    # The noise from which sampling starts has a standard deviation of 1. So do samples of an untrained model.
+    # Sampling starts from noise with a standard deviation of 1. Samples of an untrained model have this deviation.
     (deviation,) = re.findall(r"^Samples after 4 steps: .*standard deviation ([\d.]+)$", output, re.MULTILINE)
     assert float(deviation) < 0.9
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
