@@ -1,4 +1,7 @@
-"""Valid and invalid arrays of the operators: empty, symbolic, other byte orders or layouts, and array-like objects."""
+"""Arrays that the operators accept or reject.
+
+Tests cover empty batches, symbolic extents, other byte orders, wrong orders of dimensions, and array-like objects.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def test_config_queries_take_nattens_name_of_the_array() -> None:
         natten_jax.get_configs_for_nobody_fna(array)
 
 
-# Arrays that the operators do not support: other byte orders, and unknown extents.
+# Arrays that the operators reject: other byte orders, symbolic extents, and wrong orders of dimensions.
 
 
 SHAPE = (1, 8, 2, 8)
@@ -186,14 +189,14 @@ def test_heads_first_of_attention() -> None:
     query, key = heads_first(4, 64), heads_first(4, 96)
     with pytest.raises(ValueError, match=QUESTION):
         natten_jax.attention(query, key, key)
-    with pytest.raises(ValueError, match=r"\(heads_kv\)$"):  # a mistake in grouped heads has another message
+    with pytest.raises(ValueError, match=r"\(heads_kv\)$"):  # not about the order of dimensions
         natten_jax.attention(jnp.ones((2, 64, 6, 8)), *[jnp.ones((2, 64, 4, 8))] * 2)
 
 
 @pytest.mark.parametrize(
     ("shapes", "more"),
     [
-        ([(2, 16, 4, 8)] * 3, {"kernel_size": 17}),  # the window is too large in either interpretation
+        ([(2, 16, 4, 8)] * 3, {"kernel_size": 17}),  # exceeds the tokens in both orders of dimensions
         ([(2, 64, 6, 8), (2, 64, 4, 8), (2, 64, 4, 8)], {"kernel_size": 3}),
         ([(2, 64, 4, 8), (2, 63, 4, 8), (2, 64, 4, 8)], {"kernel_size": 3}),
         ([(2, 64, 4, 8), (2, 64, 4, 16), (2, 64, 4, 8)], {"kernel_size": 3}),
@@ -207,7 +210,7 @@ def test_other_errors_are_not_reported_as_symbolic(shapes: list[tuple[int, ...]]
     with pytest.raises(ValueError, match=r".") as caught:
         operator(*map(jnp.ones, shapes), **more)
     asks = "Do heads come first" in str(caught.value)
-    assert asks == (shapes[0] == (2, 4, 64, 8))  # the last case also has heads first
+    assert asks == (shapes[0] == (2, 4, 64, 8))  # in the last case, heads do come first
 
 
 @pytest.mark.parametrize("flavour", ["nnx", "linen"])
@@ -231,7 +234,7 @@ def test_flattened_tokens_need_their_layout(rank: int, shape: tuple[int, ...], f
     batched = (2, *(4,) * rank, 16)
     with pytest.raises(ValueError, match="exceeds the token layout") as caught:
         apply((*batched[:-2], 2, 16))
-    assert not re.search("flattened", str(caught.value))  # the input has a batch dimension
+    assert not re.search("flattened", str(caught.value))  # this input is not flattened
     assert apply(batched).shape == batched
     assert apply(batched[1:]).shape == batched[1:]
 
@@ -242,11 +245,11 @@ def test_inputs_of_modules_that_are_no_array() -> None:
         flax_layers.nnx_module(1)([[1.0]])
 
 
-# Objects with ``__jax_array__`` as each array argument.
+# Objects with a method ``__jax_array__`` are accepted as any array argument.
 
 
 class Wrapped:
-    """Wraps an array, without an array's attributes."""
+    """An object that JAX can convert to an array. It lacks the attributes of arrays, such as ``shape``."""
 
     def __init__(self, array: Any) -> None:
         self._array = array

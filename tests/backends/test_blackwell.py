@@ -40,7 +40,7 @@ IMAGE = problem_of((256, 256), 80, 16, heads=24, head_dim=128)
 
 
 def families(**performance: Any) -> list[str]:
-    """Return the families that run the two passes."""
+    """Return the backend families that run the forward and the backward pass of ``IMAGE`` on a B200."""
     request = Request(IMAGE, **performance)
     return [resolve(request, B200, pass_).backend.family for pass_ in PASSES]
 
@@ -130,7 +130,7 @@ def test_rejected_tiles_are_reported_with_supported_ones(pair: Any) -> None:
 
 
 def test_a_gpu_without_portable_kernels_still_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing kernels are reported although a backend that runs only by name supports the call."""
+    """Missing kernels are reported, although the Blackwell backend supports the call. It runs only if it is named."""
     here = Device("cuda", (10, 0))
     for backend in registered():
         if backend.capabilities.targets:
@@ -150,7 +150,8 @@ def test_older_jax_is_rejected_with_the_required_version(monkeypatch: pytest.Mon
     assert find("blackwell-fna", "fna").rejection(IMAGE, B200, "forward") is None
 
 
-# The Blackwell kernels in JAX's interpreter, which detects races and fills memory with NaN, and lowered for GPUs.
+# The Blackwell kernels run in JAX's interpreter, which detects races and fills new memory with NaN. They are also
+# lowered for GPUs.
 
 
 VOLUME = Case((4, 5, 12), (2, 3, 4), (1, 2, 3), is_causal=(True, False, False), head_dim=64)
@@ -165,7 +166,7 @@ SMALL = direct(Case((300,), (150,), head_dim=32), "float16", ((256,), (128,)), (
 
 A_RACE = r"RACE DETECTED|last written through alias group"
 
-#: The interpreter reports either error, depending on the order of threads.
+#: Errors that the interpreter reports for a missing wait. The order of threads determines which error comes first.
 A_MISSING_WAIT = rf"{A_RACE}|Barrier completed phase \d+, but no threads observed phase \d+"
 
 
@@ -183,7 +184,7 @@ def test_results_and_gradients_without_races(which: str | int) -> None:
     ["ForwardBlock.multiply", "ForwardBlock.weigh", "BackwardBlock.multiply", "BackwardBlock._logit_gradients"],
 )
 def test_a_missing_wait_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter detects a missing wait in the warp that issues products and in the warps that read logits."""
+    """The interpreter detects if the warp that issues products, or a warp that reads logits, lacks a wait."""
     from natten_jax.backends.pallas import _blackwell_memory as gpu
 
     wait = gpu.wait
@@ -199,7 +200,7 @@ def test_a_missing_wait_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) ->
 @needs_interpreter
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
-    """Lowering ends with a Mosaic module, including layouts of registers and memory, but not with machine code."""
+    """Lowering produces a Mosaic module with layouts of registers and memory. It does not produce machine code."""
     traced = jax.jit(both_passes(PROBLEMS[name])).trace(PROBLEMS[name].inputs(), None)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for part in (*KERNELS, "tcgen05.mma", "cp.async.bulk.tensor"):
@@ -209,7 +210,7 @@ def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("additional", [0, 3])
 def test_operators_run_all_kernels(additional: int, machine: Machine) -> None:
-    """Each kernel of the call and its gradients is lowered once, or twice with additional tokens."""
+    """Each kernel of both passes is lowered once. With additional tokens, a second call lowers each kernel again."""
     machine.has(Device("cuda", (10, 0)))
     query, key, value = (jax.ShapeDtypeStruct((2, 20, 24, heads, 40), jnp.bfloat16) for heads in (4, 2, 2))
     more = [jax.ShapeDtypeStruct((2, additional, 2, 40), jnp.bfloat16)] * (2 if additional else 0)
@@ -238,7 +239,10 @@ def test_lines_are_restored(dilation: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("queries", [5, 40])
 def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
-    """Check which query tiles see each key tile (the first, and their number) against every query's window."""
+    """For each key tile, ``Visits.seeing`` is the range of the query tiles that see it.
+
+    The expected ranges are computed from the windows of all queries.
+    """
     dilation, q_tile, kv_tile = 2, 4, 8
     axis = Axis(queries, queries, 2, dilation=dilation)
     visits = Visits.along_axis(axis, (q_tile, kv_tile), (queries, queries), None, 1, 0, True)
@@ -276,7 +280,7 @@ def test_numbers_of_queries_come_back_from_items() -> None:
 def test_kernels_are_assembled_and_keep_to_their_registers(number: int, tmp_path: Path) -> None:
     for name, (ptx, said) in compiled(tmp_path, number).items():
         for instruction in ("tcgen05.mma", "tcgen05.ld", "tcgen05.st", "cp.async.bulk.tensor", "setmaxnreg"):
-            # Transposed gradients of logits are written to shared memory instead.
+            # The last kernel writes transposed gradients of logits to shared memory, without tcgen05.st.
             assert instruction in ptx or (name, instruction) == (KERNELS[2], "tcgen05.st")
         assert name in said and "for 'sm_100a'" in said
         assert "error" not in said

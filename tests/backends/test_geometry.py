@@ -1,4 +1,8 @@
-"""Hulls of the flex backend's tiles, and the cost of seams on Hopper."""
+"""Hulls of the flex backend's tiles, and the cost of seams on Hopper.
+
+The hull of a query tile is the range from the first to the last key that its queries see. The hull of a key tile is the
+range of queries that see it. A seam is the point at which a wrapped dimension continues at its other end.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ def walked(
     outer_is_query: bool,
     is_aligned: bool,
 ) -> int:
-    """Return the largest hull of all tiles, from the oracle's mask."""
+    """Compute the largest hull of all tiles from the oracle's mask."""
     if queries != keys:
         mask = oracle.attention_mask(queries, keys, is_causal)
     else:
@@ -68,9 +72,9 @@ def walked(
 
 
 def walked_around(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) -> int:
-    """Return the longest hull of a wrapped dimension, from the bounds of every token; it may exceed the layout."""
+    """Compute the largest hull of a wrapped dimension from all windows. It may be longer than the layout."""
     length, largest = axis.kv_extent // axis.dilation, 1
-    # Halos of keys continue beyond the end.
+    # Keys of an unaligned tile may lie beyond the end of the layout, in a halo.
     tokens = np.arange(length if outer_is_query or is_aligned else length + tile)
     start, end = axis.bounds(tokens, (length, length), of_query=outer_is_query)
     for first in range(0, length, tile if is_aligned else 1):
@@ -94,7 +98,7 @@ def test_largest_hull_equals_that_of_all_tiles(
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing and lowering compute no array with an entry for each token of the layout."""
+    """Tracing and lowering create no NumPy array with as many elements as the layout has tokens."""
     arange = np.arange
     lengths = []
 
@@ -122,15 +126,16 @@ def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypat
 @pytest.mark.parametrize(
     ("extent", "kernel_size", "edges", "tiles", "expected"),
     [
-        # 16 queries see 22 keys: three tiles of 8, with room for 2 more. Of 64 such ranges, 22 have a seam, for which
-        # boxes of 4 begin 0 to 3 keys earlier: only the offset of 3 exceeds the room and adds a tile. Two boxes per
-        # tile cost nothing extra; more than three would.
+        # 16 queries see 22 keys, which fit in three tiles of 8 with 2 keys to spare. 22 of the 64 possible ranges of 22
+        # keys contain a seam. No box of 4 keys may cross it, so the first tile begins 0 to 3 keys earlier. Only 3 keys
+        # exceed the spare 2, and add a tile. A tile has two boxes; up to three boxes do not cost extra time.
         (64, 7, "wrap", (16, 8), 1 + 22 / 64 * 1 / (3 * 4)),
         (30, 7, "wrap", (16, 8), 1 + 22 / 30 * 1 / (3 * 4)),
-        # Two tiles of 16 have room for 10: boxes of 8 begin up to 7 keys earlier.
+        # 22 keys fit in two tiles of 16 with 10 keys to spare. Boxes of 8 begin up to 7 keys earlier, and add no tile.
         (48, 7, "wrap", (16, 16), 1),
-        # 48 queries, the whole layout, see 52 keys, always with a seam, in a tile with room for 12. Boxes of 64 or 32
-        # would be cut; four boxes of 16, which begin 0 to 15 keys earlier, take a third longer.
+        # The tile contains all 48 queries, which see 52 keys. They fit in one tile of 64 with 12 keys to spare, and
+        # always contain a seam. A seam would cut boxes of 64 or 32. Boxes of 16 begin 0 to 15 keys earlier, so 13, 14
+        # and 15 add a tile. Four boxes per tile take a third longer than three.
         (48, 5, "wrap", (64, 64), (1 + 1 * 3 / (1 * 16)) * 4 / 3),
         (64, 7, "shift", (16, 8), 1),
     ],

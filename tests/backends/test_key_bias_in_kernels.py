@@ -1,4 +1,4 @@
-"""GPU kernels that add key biases themselves, and kernels that get them as extra head-dimension columns."""
+"""Key biases in GPU kernels: added by the kernels, or passed as columns (additional head dimensions of the keys)."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _LARGE = {"layout": (128, 128), "kernel_size": 63, "head_dim": 64}
         ({"edges": "cut", "additional_kv": 5}, True),
         ({"layout": (7, 7), "operator": "fmha", "kernel_size": None}, True),
         ({"layout": (8, 16, 16), "kernel_size": (3, 5, 5)}, True),
-        # Kernels for large windows add key biases with any other feature, and for heads that extra columns would make
-        # too wide.
+        # Large-window kernels add key biases also in combination with the following features, and for heads of 256,
+        # which columns would make too wide.
         (_LARGE, False),
         ({"head_dim": 128}, False),
         (_LARGE | {"dtype": "float16", "heads_kv": 2, "additional_kv": 5}, False),
@@ -78,7 +78,11 @@ def test_portable_kernels_add_them(facts: dict[str, Any], has_small_kernels: boo
     ],
 )
 def test_others_get_columns(facts: dict[str, Any]) -> None:
-    """Key biases become columns for float32, and for features that the (faster) small-window kernels lack."""
+    """Key biases become columns for float32, with a relative bias, or if this is faster.
+
+    It is faster with wrapped edges, or with an origin or extent per batch entry. Large-window kernels then add key
+    biases without columns, but they have longer predicted times than small-window kernels with columns.
+    """
     problem = _problem(**facts)
     for pass_ in PASSES:
         planned = _CUTLASS.widened(problem, _GPU, pass_)
@@ -120,7 +124,7 @@ def test_requested_tiles_select_the_kernel(facts: dict[str, Any], pair: Any, is_
     ],
 )
 def test_kernels_for_hopper_add_them(facts: dict[str, Any]) -> None:
-    """The kernels add key biases with any other feature; the head dimension does not change."""
+    """The Hopper kernels add key biases in combination with these features. The head dimension does not change."""
     problem = _problem(**facts)
     for pass_ in PASSES:
         assert _HOPPER.rejection(problem, _GPU, pass_) is None
@@ -133,7 +137,7 @@ def test_kernels_for_hopper_add_them(facts: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("schedule", list(KernelSchedule))
 def test_kernels_for_hopper_take_turns(schedule: KernelSchedule) -> None:
-    """With a key bias, kernels use the ping-pong schedule and report the cooperative schedule as ignored."""
+    """With a key bias, kernels always use the ping-pong schedule. A request for the cooperative schedule is ignored."""
     asked = Performance(kernel_schedule=schedule)
     for has_bias in (False, True):
         problem = dataclasses.replace(_problem(), key_bias=has_bias)
@@ -154,7 +158,7 @@ def test_kernels_for_hopper_take_turns(schedule: KernelSchedule) -> None:
 def test_they_are_operands_as_they_are(
     machine: Machine, has_heads: bool, tokens: int, kernel_size: int, targets: list[str]
 ) -> None:
-    """The bias is not repeated per head, and not concatenated to the arrays."""
+    """The program does not repeat the bias for each head, and does not concatenate it with the keys."""
     machine.has(_GPU)
 
     def loss(query: jax.Array, key_bias: jax.Array) -> jax.Array:

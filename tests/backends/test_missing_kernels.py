@@ -1,4 +1,7 @@
-"""The warning about kernels missing from this build: issued once, for that reason only, and with a remedy."""
+"""The warning about kernels that this build lacks.
+
+It appears once, only if the kernels are missing, and names a remedy.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from tests.support.programs import run_command
 HOPPER = Device("cuda", (9, 0))
 AMPERE = Device("cuda", (8, 6))
 BROKEN = "the native module natten_jax._native cannot be loaded (ImportError: broken)"
-#: The remedy in a clone with a compiled library, such as the clone that tests run in.
+#: Remedy that the warning names if the package is imported from a clone, as in these tests.
 REMEDY = f"Run `pip install --editable .` in {Path(__file__).parents[2]}"
 BLOCKED = "import sys; sys.modules['natten_jax._native'] = None\n"
 
@@ -65,7 +68,7 @@ def host_only_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(device: Device, requested: str | None = None, **problem: Any) -> tuple[str, list[str]]:
-    """Return the family chosen for a forward pass, and the warnings."""
+    """Choose a backend for a forward pass. Return its family and the messages of warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plan = resolve(Request(problem_of((64,), 8, **problem), backend=requested), device, "forward")
@@ -137,7 +140,7 @@ def test_a_gpu_whose_architecture_the_build_does_not_cover(
         (HOPPER, None, {"dtype": "float64"}),
         (HOPPER, None, {"head_dim": 260}),  # no kernel supports this head dimension
         (Device("cuda", (7, 5)), None, {}),
-        (Device("cuda"), None, {}),  # no such GPU is present
+        (Device("cuda"), None, {}),  # an unknown compute capability
         (Device("cuda", (9, 0), is_present=False), "flex-fna", {}),
         (Device("tpu"), None, {}),
         (Device("cpu"), None, {"dtype": "float64"}),
@@ -181,7 +184,7 @@ def test_a_process_without_the_library_warns_on_use_and_not_on_import(filters: l
 
 @pytest.fixture
 def python_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return the folder of an installed package without a native library."""
+    """Simulate an installed package without a native library, and return its folder."""
     monkeypatch.setattr(source_tree, "ROOT", None)
     monkeypatch.setattr(source_tree, "_PACKAGE", tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

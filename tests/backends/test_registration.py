@@ -35,7 +35,7 @@ ARRAY = jnp.zeros((1, 16, 2, 8))
 
 
 def messages(name: Any) -> list[str]:
-    """Return error messages of ``na1d``, ``attention`` and ``attention_kwargs``."""
+    """Return the errors for a backend's name, given to ``na1d``, to ``attention``, and in ``attention_kwargs``."""
     found = []
     for call in (
         lambda: natten_jax.na1d(ARRAY, ARRAY, ARRAY, 3, backend=name),
@@ -87,7 +87,7 @@ def test_a_backend_of_the_other_operator_names_its_counterpart() -> None:
 
 
 def test_costs_and_native_calls_know_no_family() -> None:
-    """Shared modules name no family: facts about its kernels come from its backend or its calibration."""
+    """No shared module contains the name of a family. Backends and calibrations describe the kernels of a family."""
     platforms = {"cpu", "tpu"}  # these platforms are also names of families
     root, families = Path(natten_jax.__file__).parent, {each.family for each in backends.registered()} - platforms
     named = {}
@@ -106,7 +106,7 @@ WITH_TOY = "import sys, tests.support.toy_backend\n"
 
 
 def run_with_toy(*arguments: str) -> str:
-    """Return the output of a process with the toy backend."""
+    """Run Python in a new process that can import the toy backend, and return its output."""
     return output_of(run_command(arguments, os.environ, folder=ROOT))
 
 
@@ -151,7 +151,7 @@ runpy.run_module("natten_jax.{module}", run_name="__main__")
 def test_it_passes_the_suite_of_a_family() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     files = "tests/ops/test_operators.py", "tests/ops/test_configs.py"
-    # The toy backend has a single tile: problems of many tiles would only be slower.
+    # The toy backend does not divide problems into tiles. Problems with many tiles would only be slower.
     options = "-p", "tests.support.toy_backend", "-k", "toy and not many-tiles", "--problems", "8"
     done = run_command(["-m", "pytest", *options, *files], environment, timeout=900, folder=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -159,14 +159,14 @@ def test_it_passes_the_suite_of_a_family() -> None:
     assert found and int(found[1]) > 60, done.stdout[-500:]
 
 
-# Backends for absent devices: programs are lowered for their platform, and raise for other platforms.
+# A backend for an absent device: a call is lowered for the backend's platform, and raises for other platforms.
 
 
 TOKENS = jax.ShapeDtypeStruct((1, 12, 2, 8), jnp.float32)
 
 
 class ConstantBackend(PureJaxBackend):
-    """A backend for one platform with a trivial computation; its plan is visible in the text of programs."""
+    """A backend for one platform with a trivial computation. The text of a lowered program contains its plan."""
 
     family = "constant"
 
@@ -235,7 +235,7 @@ def test_one_program_for_several_platforms_has_what_each_prefers(machine: Machin
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm", "plugin"])
 def test_it_is_the_default_on_its_machine(platform: str, machine: Machine) -> None:
-    """The backend runs on such a device, by default or by name, and configuration queries list it."""
+    """On a device of its platform, the backend runs by default and by name. Configuration queries list its tiles."""
     machine.knows(ConstantBackend(platform))
     machine.has(Device(platform))
     assert natten_jax.get_configs_for_constant_fna(TOKENS) == [((1,), (1,))]
@@ -257,7 +257,7 @@ def test_a_backend_may_leave_additional_tokens_to_another_call(fuses: bool, mach
     assert is_of_it(text) and ("constant-fmha" in text) == (not fuses)
 
 
-# Compute capabilities of configuration queries.
+# The argument ``compute_capability`` of configuration queries.
 
 
 def test_none_is_the_default_device() -> None:

@@ -1,4 +1,4 @@
-"""Arrays match their annotated shapes: in every backend's passes, and inside plain JAX."""
+"""Arrays match their annotated shapes in the passes of all backends, and in all functions of the flex backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.families import Family, family_named
 from tests.support.problems import Case
 from tests.support.shapes import checked, has_shapes
 
-#: All extents differ: shared keys, a different head dimension of values, additional tokens, per-head scales.
+#: Every dimension of the arrays has another extent, so that a check finds dimensions in a wrong order.
 CASE = Case(
     (6, 9),
     (3, 4),
@@ -34,7 +34,7 @@ CASE = Case(
 
 
 def run(case: Case, family: Family, **arguments: Any) -> None:
-    """Trace both passes, which checks shapes."""
+    """Trace both passes. Functions that :func:`watch` has replaced check shapes while they are traced."""
     operands = jax.eval_shape(lambda: case.operands(family.dtype, 0))
     cotangents = jax.eval_shape(lambda: case.cotangents(family.dtype, 0))
     operator = case.operator(family.fna, **arguments)
@@ -46,7 +46,11 @@ def says_shapes(function: Any) -> bool:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, modules: set[str], owners: Sequence[Any]) -> tuple[set[str], set[str]]:
-    """Make functions of modules check their arrays, under every name; return all functions, and the called ones."""
+    """Replace the annotated functions of modules by functions that check the shapes of their arrays.
+
+    Functions are replaced under all names that they have in ``owners``. Returns two sets of names: all replaced
+    functions, and the functions that have been called. Calls add to the second set.
+    """
     known: dict[Any, Any] = {}
     called: set[str] = set()
     members = [
@@ -89,7 +93,7 @@ def test_plain_jax_works_on_arrays_of_their_shapes(monkeypatch: pytest.MonkeyPat
     run(dataclasses.replace(CASE, edges=("wrap", "shift")), plain, **several)
     run(dataclasses.replace(CASE, extents=((4, 7), (6, 9), (3, 4), (5, 5), (6, 4))), plain, **several)
     run(dataclasses.replace(CASE, additional=0, relative_bias=True, key_bias="heads"), plain, **several)
-    # Forward mode, and only the forward pass.
+    # Forward-mode differentiation, and a forward pass without a backward pass.
     operator, operands = CASE.operator(plain.fna), CASE.operands("float32", 0)
     jax.jit(lambda each: jax.jvp(operator, (each,), (each,))).lower(operands)
     jax.jit(operator).lower(operands)

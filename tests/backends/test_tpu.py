@@ -143,7 +143,8 @@ def test_results_equal_the_definition(name: str) -> None:
 @pytest.mark.usefixtures("_known")
 @pytest.mark.parametrize("name", ["shared", "merged"])
 def test_one_rule_for_biases_that_hide_keys(name: str) -> None:
-    # Non-finite numbers spread to heads packed in the same vector register, so the test uses one key/value head.
+    # Non-finite numbers spread to other heads that are packed in the same vector register. With one key/value head,
+    # there are no packs.
     check(FAMILY, dataclasses.replace(ADDED[name], heads_kv=1), "float32", without=("0.49 min",))
 
 
@@ -151,7 +152,7 @@ def test_one_rule_for_biases_that_hide_keys(name: str) -> None:
 
 
 def direct(case: Case, dtype: str, q_tile: tuple[int, ...], kv_tile: tuple[int, ...]) -> Fuzzed:
-    """Return a direct call of the kernels with the same tiles in both passes."""
+    """Return a problem that calls the kernels directly, with the same tiles in both passes."""
     tiles = {name: tile for pass_ in PASSES for name, tile in zip(tile_names(pass_), (q_tile, kv_tile), strict=True)}
     return Fuzzed(FAMILY.name, case, dtype, 0, is_direct=True, tiles=tiles)
 
@@ -179,7 +180,7 @@ def test_results_and_gradients_without_races(which: str | int) -> None:
 
 
 def test_races_are_found() -> None:
-    """A kernel reads a buffer whose copy may be incomplete."""
+    """The interpreter reports a kernel that reads a buffer before the copy into it is complete."""
 
     def kernel(x: Any, out: Any, scratch: Any, done: Any) -> None:
         copy = pltpu.make_async_copy(x, scratch, done)
@@ -210,7 +211,11 @@ def test_biases_of_keys() -> None:
 @pytest.mark.usefixtures("_known")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packs_of_narrow_heads(dtype: str) -> None:
-    """Test two packs of four heads, a pack of three with unequal head dimensions, and boxes of several chunks."""
+    """Test packs (narrow heads in the same vector register).
+
+    The cases are two packs of four heads, a pack of three heads with different head dimensions of keys and values, and
+    a pack of two heads with boxes of several chunks.
+    """
     scales = tuple((-1) ** i * 0.1 * (i + 1) for i in range(8))
     eight = Case((5, 20), (3, 6), stride=(1, 2), batch=2, scales=scales).with_heads(8, 8)
     three = Case((41,), (9,), dilation=(2,), is_causal=(True,), head_dim=24, head_dim_v=16).with_heads(3, 3)
@@ -238,7 +243,10 @@ def test_which_heads_are_packed(heads: tuple[int, int], widths: tuple[int, int],
 
 @pytest.mark.usefixtures("_known")
 def test_chunks_as_the_kernels_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA runs the kernels, because it supports reshaped references; Pallas's interpreter reads whole boxes instead."""
+    """Kernels read the chunks of a box through reshaped references. XLA supports these, and runs the kernels here.
+
+    Pallas's interpreter does not support reshaped references, so other tests read whole boxes.
+    """
     monkeypatch.setattr(_tpu_call, "FEW_ROWS_CHUNK", 48)
     query, key, value = (jax.random.normal(jax.random.key(i), (1, 20, 33, 2, 16)) for i in range(3))
     attend = functools.partial(na2d, query, key, value, (7, 9), (2, 1), (1, 2), (False, True))

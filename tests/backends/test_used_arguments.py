@@ -27,7 +27,7 @@ from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem, problem_of
 from tests.support.problems import OPERATORS
 
-#: A value of each argument that differs from its default.
+#: For each performance argument, a value that differs from the default.
 ASKED: dict[str, Any] = {
     "run_persistent_kernel": False,
     "kernel_schedule": "coop",
@@ -39,7 +39,7 @@ ASKED: dict[str, Any] = {
 
 BACKENDS = {backend.family: backend for backend in backends.registered()}
 
-#: Large enough for memory options to have an effect; tiles select the most common kernels.
+#: A problem so large that options for memory usage have an effect. With TILES, it runs on the most common kernels.
 PROBLEM = problem_of((1 << 19,), 64, heads=8, head_dim=128)
 
 TILES = Performance((64,), (64,), (64,), (64,))
@@ -57,7 +57,7 @@ def plan_for(backend: Backend, pass_: Pass, performance: Performance, problem: P
 
 
 def program(plan: Plan) -> str:
-    """Return the traced program of a pass: its calls and their attributes."""
+    """Return the jaxpr of a pass as text. It contains the calls of kernels with their attributes."""
     backend, problem = backends.find(plan.backend, plan.backend.operator), plan.problem
     query = jax.ShapeDtypeStruct((1, *problem.query_layout, problem.heads, problem.head_dim), problem.dtype)
     per_query = jax.ShapeDtypeStruct(query.shape[:-1], "float32")
@@ -155,7 +155,7 @@ def value_of(name: str, rank: int) -> Any:
 
 
 def warned(call: Callable[[], Any]) -> list[warnings.WarningMessage]:
-    """Return the warnings that Python shows by default."""
+    """Return the warnings about ignored arguments that a call raises, at most one per line of code."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
         call()
@@ -280,7 +280,7 @@ def test_flax_modules_name_the_line_that_calls_them() -> None:
 def test_the_warning_is_for_the_device_that_runs_the_program(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, is_silent: bool
 ) -> None:
-    """The warning names the backend of the device that runs the program."""
+    """The warning is about the backend that runs the program, which depends on the device of the arrays."""
     gpu = Device("cuda", capability, is_present=False)
     monkeypatch.setattr(calls, "device_of", lambda array: gpu)
     query = jnp.ones((1, 4096, 4, 64), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Error bounds of results relative to the oracle, for inputs of any magnitude."""
+"""Compare results with the oracle's results, within error bounds that hold for inputs of any magnitude."""
 
 from __future__ import annotations
 
@@ -15,42 +15,52 @@ from tests.support.problems import LOGIT_OPERANDS, expected_of, lse_dtype
 
 from .problem import PER_ENTRY_OPERANDS, Fuzzed
 
-#: The tests' bounds hold for hundreds of problems. Among many thousands, some results with few elements exceed these
-#: bounds by chance.
+#: Factor on the bounds of other tests, which hold for hundreds of problems. Among many thousands of problems, some
+#: results with few elements exceed these bounds by chance.
 SLACK = 2.0
-#: Results whose terms cancel are compared with this fraction of their terms: with large logits, most terms of a
-#: gradient cancel, and kernels round the output before they subtract the product of output and cotangent.
+#: An error bound is relative to the norm of the result, or to this fraction of the norm of its terms' magnitudes if
+#: that is larger. With large logits, most terms of a gradient cancel, but not their rounding errors: kernels round the
+#: output before they subtract the product of output and cotangent. If a factor is not 1 (:class:`Fuzzed`), the second
+#: fraction applies.
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
-#: Fraction of the terms if two half-precision parts, or a part and a sink, are merged: outputs and cotangents are then
-#: rounded a second time. With SLACK and the float16 bound this is half a unit in the last place of every term.
-#: Half-precision outputs have this rounding error in any case, but independently per element: errors average out in
-#: wide heads.
+#: Larger fraction for half-precision results that are merged from two parts, or from a part and a sink. Merging
+#: rounds outputs and cotangents a second time. With SLACK and the float16 bound, the error bound is half a unit in the
+#: last place of every term. Without merging, output elements have independent rounding errors, which average out in
+#: wide heads. The fraction is then divided by the square root of the head dimension.
 CANCELLATION_OF_HALVES = 0.25
-#: Number of roundings of a logit, each relative to the sum of its terms' magnitudes.
+#: Number of roundings of a logit. The error of each is at most one epsilon times the sum of its terms' magnitudes.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
-#: Compilers and kernels flush smaller numbers to zero, also when they compute in bfloat16.
+#: Compilers and kernels flush float32 and bfloat16 numbers with smaller magnitudes to zero.
 SMALLEST_FLOAT32 = 2.0**-126
 SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
-#: For matrix units with 8-bit inputs: relative error of a weight in e4m3, and of accumulated sums.
+#: Relative errors of matrix units with 8-bit inputs. The first is for a weight in e4m3, the second for a sum.
 E4M3_WEIGHT_BOUND, FLOAT8_SUM_BOUND = 2.0**-4, 2.0**-12
-#: Smallest factor of float16 query gradients with per-head scales.
+#: With per-head scales, kernels multiply float16 query gradients by the scale's magnitude, but at least by this factor.
 SMALLEST_FACTOR = 2.0**-10
-#: GPU kernels clip biases to this limit times the scale. Key-bias columns are also clipped, in float16 to a lower
+#: GPU kernels clip the magnitudes of biases to LARGEST_LOGIT times the scale. Key biases in columns are also clipped;
+#: float16 columns have a lower limit. If a call has columns, its relative biases are clipped to a fraction of the
 #: limit.
-#: In a call with columns, relative biases are clipped to a fraction of the limit.
 LARGEST_LOGIT, LARGEST_LOGIT_OF_FLOAT16_COLUMNS, RELATIVE_BIAS_SHARE = 1e38, 1e6, 0.2
 SMALLEST_SCALE_OF_CLIPPING = 2.0**-10
-#: From this logit magnitude on, GPU kernels round weights in backward passes, by at most this relative error.
+#: If a bias or sink has at least the first magnitude, GPU kernels round the weights in backward passes. The second
+#: number is the largest relative error of a weight.
 LARGE_LOGIT, LARGE_LOGIT_WEIGHT_BOUND = 2.0**40, 0.003
 
 
-#: Names of the results that have the element type of the logits.
+#: Names of the results whose element type is the type of the logits or of a logit operand.
 LOGIT_NAMES = ("lse", *(f"d_{name}" for name in LOGIT_OPERANDS))
 
 
 class Excess(NamedTuple):
-    """A result that is too far from the oracle's: its norm, the distance, and the allowed distance."""
+    """A result that is too far from the oracle's result.
+
+    Attributes:
+        name: Name of the result.
+        size: Norm of the oracle's result.
+        distance: Norm of the difference.
+        allowed: Largest allowed norm of the difference.
+    """
 
     name: str
     size: float
@@ -69,7 +79,10 @@ class Expectation(NamedTuple):
 
 
 def expectation(problem: Fuzzed) -> Expectation:
-    """Return the oracle's results for a problem's batch without repetitions. They do not depend on how it is run."""
+    """Return the operands and the oracle's results for one copy of a problem's batch.
+
+    Problems with equal inputs share the results, even if they are run with different tiles or options.
+    """
     operands, cotangents = problem.inputs_of_case()
     operands = _as_columns_of_float16(problem, operands)
     if problem.factors is not None:
@@ -114,7 +127,11 @@ def excesses(
 def _without_copies(
     problem: Fuzzed, name: str, result: np.ndarray, reference: np.ndarray, magnitude: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return result, reference and magnitude of a repeated batch, without copies that equal the first copy bitwise."""
+    """Drop the copies of a batch whose results equal the results of the first copy bitwise.
+
+    Returns the result, reference and magnitude to compare. A result without a batch dimension is a sum over all copies:
+    its reference and magnitude are multiplied by the number of copies.
+    """
     copies = problem.copies
     if copies == 1:
         return result, reference, magnitude
@@ -152,7 +169,7 @@ def _excess(
     comparable = np.isfinite(reference)
     if problem.dtype == "float16" and name != "lse":
         comparable &= np.abs(reference) < LARGEST_FLOAT16
-    # Without any key, the logsumexp is -inf.
+    # An infinite logsumexp must equal the reference. For example, it is -inf for a query without keys.
     is_same = (result == reference) | comparable
     if not is_same.all() and name == "lse":
         return Excess(name, np.inf, np.inf, 0)
@@ -177,21 +194,21 @@ def _excess(
             allowed += E4M3_WEIGHT_BOUND * float(np.linalg.norm(spread))
     if needs_gpu and name.startswith("d_") and max(map(_largest, operands[6:])) >= LARGE_LOGIT:
         allowed += SLACK * LARGE_LOGIT_WEIGHT_BOUND * terms
-    # Numbers below the type's smallest number are flushed to zero in results, weights and gradients.
+    # In results, weights and gradients, magnitudes below the type's smallest number are flushed to zero.
     largest = max(*map(_largest, operands[:6]), *(_largest(each, oracle.TIED) for each in operands[6:]))
     tokens = max(operands.query[0, ..., 0, 0].size, operands.key[0, ..., 0, 0].size)
     smallest = SMALLEST.get(problem.dtype, SMALLEST_FLOAT32)
     allowed += smallest * result.size**0.5 * (1 + largest * tokens**0.5)
     scales = operands.scale if name == "d_scale" and problem.dtype == "float16" else None
     if scales is not None and np.abs(scales).min() < SMALLEST_FACTOR:
-        # The scale's gradient is computed from query gradients, which are scaled by at least SMALLEST_FACTOR.
+        # The scale's gradient is computed from float16 query gradients that were multiplied by SMALLEST_FACTOR or more.
         allowed += SMALLEST_FLOAT16 / SMALLEST_FACTOR * float(np.linalg.norm(operands.query.astype(np.float64)))
     distance = float(np.linalg.norm(result - reference))
     return None if distance <= allowed else Excess(name, size, distance, float(allowed))
 
 
 def _largest_logit(problem: Fuzzed, operands: oracle.Tensors) -> float:
-    """Return the limit to which kernels may clip biases."""
+    """Return the magnitude to which kernels may clip biases."""
     share = RELATIVE_BIAS_SHARE if problem.has_columns and operands.relative_bias is not None else 1
     if problem.has_columns and problem.dtype == "float16":
         return LARGEST_LOGIT_OF_FLOAT16_COLUMNS * share
@@ -200,7 +217,7 @@ def _largest_logit(problem: Fuzzed, operands: oracle.Tensors) -> float:
 
 
 def _as_columns_of_float16(problem: Fuzzed, operands: oracle.Tensors) -> oracle.Tensors:
-    """Return the operands with biases and sinks clipped to the range of float16 columns."""
+    """Clip biases and sinks to the limits of float16 columns, if the call has such columns."""
     if not (problem.has_columns and problem.dtype == "float16"):
         return operands
 
@@ -219,7 +236,7 @@ def _as_columns_of_float16(problem: Fuzzed, operands: oracle.Tensors) -> oracle.
 
 
 def _largest(array: np.ndarray | None, below: float = math.inf) -> float:
-    """Return the largest magnitude below a limit, ignoring numbers that hide keys."""
+    """Return the largest magnitude in an array that is below a limit. Numbers that mask out keys are ignored."""
     if array is None:
         return 0.0
     magnitudes = np.abs(oracle.with_hidden(array))
@@ -227,7 +244,7 @@ def _largest(array: np.ndarray | None, below: float = math.inf) -> float:
 
 
 def _steepest(operands: oracle.Tensors) -> float:
-    """Return an upper bound of the sums of magnitudes in query/key products."""
+    """Return an upper bound, for all query/key pairs, of ``|query * key|`` summed over the head dimension."""
     largest = [
         np.linalg.norm(array.astype(np.float64), axis=-1).max(initial=0)
         for array in (operands.query, operands.key, operands.additional_keys)

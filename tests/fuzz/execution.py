@@ -1,4 +1,4 @@
-"""Run fuzzed problems: several in one compiled program, whose result buffers are initialized with NaN."""
+"""Run several fuzzed problems in one compiled program. Its result buffers are initialized with NaN."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
 
 
 def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
-    """Return a list of errors for each problem; the problems share a compiled program.
+    """Run the problems in one compiled program, and return a list of errors per problem.
 
     Raises:
-        Exception: Running the problems raised, and the device no longer computes. Further results of this process would
-            be meaningless.
+        Exception: Raised by a run after which the device no longer computes. Later results of this process would be
+            meaningless.
     """
     try:
         results, spoiled = run_both(problems)
@@ -60,7 +60,7 @@ def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
 
 
 def complaints_of_spoiled(problem: Fuzzed, result: Any, spoiled: Any) -> list[str]:
-    """List the errors in the results of a problem with non-finite inputs, compared with a run with finite inputs."""
+    """List the errors in ``spoiled``, the results with spoiled inputs, given ``result``, the results without them."""
     assert problem.spoiled is not None
     return problem.spoiled.complaints(
         problem.inputs()[0],
@@ -73,7 +73,7 @@ def complaints_of_spoiled(problem: Fuzzed, result: Any, spoiled: Any) -> list[st
 
 
 def device_computes() -> bool:
-    """Return True if the device still computes. After an illegal address, CUDA fails all later calls of the process."""
+    """Return True if the device still computes. After an illegal memory access, all CUDA calls of the process fail."""
     try:
         return int(jax.jit(lambda number: number + 1)(1)) == 2
     except Exception:
@@ -81,14 +81,16 @@ def device_computes() -> bool:
 
 
 def run(problems: Sequence[Fuzzed]) -> list[Results]:
-    """Run both passes of each problem and return NumPy arrays."""
+    """Run both passes of each problem, and return the results as NumPy arrays."""
     return run_both(problems)[0]
 
 
 def run_both(problems: Sequence[Fuzzed]) -> tuple[list[Results], list[Results]]:
-    """Run both passes of each problem with finite inputs and with its spoiled inputs; return NumPy arrays.
+    """Run both passes of each problem with :meth:`Fuzzed.inputs`, and then with :meth:`Fuzzed.spoiled_inputs`.
 
-    Result buffers are donated full of NaN, so that elements which a kernel does not write are detected.
+    Returns the results of both runs as NumPy arrays. If the oracle can check all problems, there is only one run, and
+    its results are returned twice. Buffers of NaN are donated for the results: an element that no kernel writes remains
+    NaN, and is detected.
     """
     is_double = any(problem.dtype == "float64" for problem in problems)
     with jax.enable_x64(is_double):
@@ -122,7 +124,7 @@ def run_both(problems: Sequence[Fuzzed]) -> tuple[list[Results], list[Results]]:
 
 
 def _arguments(problems: Sequence[Fuzzed], inputs: Callable[[Fuzzed], Inputs]) -> list[Any]:
-    """Return inputs and origins of each problem on the device; problems with equal inputs share arrays."""
+    """Copy inputs and origins of each problem to the device. Problems with equal inputs share the arrays."""
     shared: dict[Any, Any] = {}
     for problem in problems:
         if inputs_of(problem) not in shared:
@@ -132,13 +134,13 @@ def _arguments(problems: Sequence[Fuzzed], inputs: Callable[[Fuzzed], Inputs]) -
 
 def not_a_number(like: jax.ShapeDtypeStruct) -> jax.Array:
     """Return an array full of NaN."""
-    # JAX shares aligned NumPy memory and cannot donate it; an unaligned array is copied.
+    # JAX does not copy an aligned NumPy array, and then cannot donate its memory. It copies an unaligned array.
     unaligned = np.full(math.prod(like.shape) + 1, np.nan, like.dtype)[1:]
     return jax.device_put(unaligned.reshape(like.shape))
 
 
 def inputs_of(problem: Fuzzed) -> tuple[Any, ...]:
-    """Return the fields that determine a problem's inputs; variants share them."""
+    """Return the fields that determine the inputs of a problem. All variants of a problem have equal fields."""
     return (
         problem.case, problem.dtype, problem.seed, problem.query_factor, problem.value_factor,
         problem.queries, problem.keys, problem.spoiled, problem.factors, problem.copies,
@@ -146,7 +148,7 @@ def inputs_of(problem: Fuzzed) -> tuple[Any, ...]:
 
 
 def both_passes(problem: Fuzzed) -> Callable[..., Results]:
-    """Return a function of operands, cotangents and origins, as ``Fuzzed.inputs`` and ``Fuzzed.origins`` return."""
+    """Return a function that runs both passes. Its arguments are ``Fuzzed.inputs()`` and ``Fuzzed.origins()``."""
     return functools.partial(_direct if problem.is_direct else _public, problem)
 
 
@@ -172,7 +174,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
         return found, arrays if takes_shared else per_head_key_bias(arrays)
 
     def per_entry(shared: jax.Array | None) -> jax.Array | None:
-        """Repeat an operand per batch entry in some problems, as in vmapped calls."""
+        """Repeat an operand for each batch entry if the problem's seed selects this. ``jax.vmap`` does the same."""
         if shared is None or problem.seed % 4 != 0:
             return shared
         return jnp.broadcast_to(shared, (problem.batch, *shared.shape[1:]))

@@ -1,4 +1,4 @@
-"""Features that can be required of drawn problems; all other features remain random."""
+"""Draw problems that have required features. All other features remain random."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.support.families import Family
 from .problem import MANY_KEYS, SPOILED_BIASES, Fuzzed, draw, draw_where
 from .rings import kernels_with_rings, ring_pairs
 
-#: Features of problems with large windows, and the name prefixes of their ring kernels.
+#: Names of features, and the prefixes of kernel names that they require. A problem with such a feature has large
+#: windows, and its tiles select a small-window kernel with a ring of buffers in shared memory.
 RINGS: Mapping[str, str] = {
     "ring": "",
     "forward_ring": "forward",
@@ -24,7 +25,7 @@ RINGS: Mapping[str, str] = {
 
 
 def kernels_of(problem: Fuzzed) -> tuple[str, ...]:
-    """Return the ring kernels that a problem's tiles select; empty if the backend chooses the tiles."""
+    """Return the names of the ring kernels that a problem's tiles select. Empty if the backend chooses the tiles."""
     if problem.copies == 1:
         return ()
     backend, device = backends.find(problem.backend, problem.operator), devices.default_device()
@@ -37,10 +38,10 @@ def kernels_of(problem: Fuzzed) -> tuple[str, ...]:
 
 
 def has_ring(problem: Fuzzed, kernel: str) -> bool:
-    """Return True if small-window kernels whose names begin with ``kernel`` have a ring with the problem's tiles.
+    """Return True if the problem's tiles select a ring kernel whose name begins with ``kernel``.
 
-    For problems without tiles, True if the kernels have a ring with any tiles: features are checked before tiles are
-    drawn.
+    Features are also checked before tiles are drawn. For a problem without tiles, return True if there are tiles that
+    select such a kernel.
     """
     if problem.copies == 1:
         return False
@@ -52,10 +53,10 @@ def has_ring(problem: Fuzzed, kernel: str) -> bool:
     return any(name.startswith(kernel) for name in found)
 
 
-#: Feature of problems with spoiled numbers in operands that are added to logits.
+#: Name of the feature that a bias, the sinks or the scale contains non-finite or very low numbers.
 SPOILED_BIAS = "spoiled_bias"
 
-#: Step between the problem numbers that are tried to find a feature, and the maximum number of attempts.
+#: Until a problem has the features, problem numbers are tried in steps of ``_APART``, at most ``_MOST_ATTEMPTS`` times.
 _APART = 2**32
 _MOST_ATTEMPTS = 4000
 
@@ -78,10 +79,11 @@ FEATURES: Mapping[str, Callable[[Fuzzed], bool]] = {
 def draw_with(
     features: Sequence[str], family: Family, operators: tuple[Operator, ...], seed: int, number: int, is_direct: bool
 ) -> Fuzzed:
-    """Return problem ``number`` as :func:`draw` does, or the first problem derived from it that has all features.
+    """Draw problem ``number`` like :func:`draw`. If it lacks a feature, draw other problems until one has all features.
 
     Raises:
-        ValueError: No problem has all features: the family, or in direct calls its kernels, do not support them.
+        ValueError: No drawn problem has all features. The family does not support them, or its kernels do not support
+            them in direct calls.
     """
     if not features:
         return draw(family, operators, seed, number, is_direct)
@@ -95,6 +97,7 @@ def draw_with(
     shares = share_of_many_keys, share_of_spoiled_biases
     for attempt in range(_MOST_ATTEMPTS):
         found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted, *shares)
-        if found is not None and is_wanted(found):  # kernels without support for an edge mode get a problem without it
+        # If the drawn tiles do not support an edge mode, ``draw_where`` removed it after its own check.
+        if found is not None and is_wanted(found):
             return found
     raise ValueError(f"no problem of {family.name} has {' and '.join(features)}")

@@ -1,8 +1,8 @@
-"""``python -m tests.fuzz.interpreted``: random problems on the TPU kernels, in Pallas's interpreter.
+"""``python -m tests.fuzz.interpreted``: run random problems on the TPU kernels in Pallas's interpreter.
 
-The interpreter detects races between copies and computations, memory is NaN until it is written, and outputs, logsumexp
-and all gradients are compared with the oracle. The kernels are called directly, with tiles of any shape and on parts of
-layouts. Interpreting is slow, so problems are small and have few programs.
+The interpreter detects races between copies and computations. It initializes memory with NaN. Outputs, logsumexp and
+all gradients are compared with the oracle. The kernels are called directly, with tiles of any shape. Some calls compute
+only a part of a layout. Interpreting is slow, so problems are small, and the kernels' grids have few programs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from tests.support.families import Family
 from .interpreted_session import Kernels
 from .problem import Fuzzed
 
-#: Largest number of tokens of a problem, and of programs in a pass's grid.
+#: Maximum number of tokens of a problem, and maximum number of programs in the grid of a pass.
 TOKENS, PROGRAMS = 160, 24
 WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136)
-#: Maximum keys per chunk: few, so that boxes of small problems have several chunks, or the default.
+#: Maximum numbers of keys per chunk of a box. Small numbers divide the boxes of small problems into several chunks.
+#: ``None`` is the kernels' default.
 CHUNKS = (16, 48, None)
 
 
@@ -40,7 +41,7 @@ def _draw_heads(rng: np.random.Generator) -> tuple[int, int, Sequence[int]]:
     widths: Any = rng.choice(WIDTHS, 2).tolist()
     heads_kv = int(rng.integers(1, 3))
     heads = heads_kv * int(rng.integers(1, 3))
-    if rng.random() < 0.4:  # narrow heads that are packed
+    if rng.random() < 0.4:  # heads so narrow that kernels pack several
         widths, heads_kv = rng.choice([8, 16, 24, 32], 2).tolist(), int(rng.integers(2, 5))
         widths, heads_kv = ([32, 32], 8) if rng.random() < 0.25 else (widths, heads_kv)
         heads = heads_kv
@@ -48,7 +49,7 @@ def _draw_heads(rng: np.random.Generator) -> tuple[int, int, Sequence[int]]:
 
 
 def _draw_tiles(problem: Fuzzed, rng: np.random.Generator) -> dict[str, Any]:
-    """Draw tiles of both passes, of any shape that the kernels support."""
+    """Draw tiles for both passes, of any shape that the kernels support."""
     described = problem.description()
     tiles: dict[str, Any] = {}
     for pass_ in PASSES:
@@ -66,7 +67,7 @@ def _size(plan: Plan, operands: Operands) -> float:
 
 @contextlib.contextmanager
 def _interpreting(problem: Fuzzed) -> Iterator[None]:
-    """Detect races, with boxes split into chunks of keys whose size the problem's seed selects."""
+    """Interpret kernels with race detection. The problem's seed selects the number of keys per chunk of a box."""
     keys = CHUNKS[problem.seed % len(CHUNKS)]
     with pytest.MonkeyPatch.context() as patch, interpreted_tpu.finding_races():
         if keys is not None:

@@ -1,9 +1,9 @@
-"""``python -m tests.fuzz.interpreted_blackwell``: random problems on the Blackwell kernels, in JAX's interpreter.
+"""``python -m tests.fuzz.interpreted_blackwell``: run random problems on the Blackwell kernels in JAX's interpreter.
 
-The interpreter detects races between copies, products and threads, memory is NaN until it is written, and output,
-logsumexp and all gradients are compared with the oracle. The kernels are called directly, on parts of layouts, with
-per-head scales, and with blocks that process several work items. Interpreting is slow, so problems are small and have
-few work items.
+The interpreter detects races between copies, products and threads. It initializes memory with NaN. Outputs, logsumexp
+and all gradients are compared with the oracle. The kernels are called directly. Some calls compute only a part of a
+layout, have per-head scales, or have thread blocks that process several work items. Interpreting is slow, so problems
+are small and have few work items.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from tests.support.interpreted_blackwell import interpreting
 from .interpreted_session import Kernels
 from .problem import Fuzzed
 
-#: Largest number of tokens of a problem, and of work items of a pass.
+#: Maximum number of tokens of a problem, and maximum number of work items of each pass.
 TOKENS, ITEMS = 320, {"forward": 8, "backward": 12}
-#: Number of blocks that share the work items: a block per SM, or few blocks.
+#: Numbers of thread blocks that share the work items. With 148 blocks, a block has at most one item. With 1, 2 or 3
+#: blocks, a block may have several items.
 BLOCKS = (148, 1, 2, 3)
 FAMILY = family_named("blackwell")
 
@@ -58,7 +59,7 @@ def _size(plan: Plan, operands: Operands) -> float:
 
 @contextlib.contextmanager
 def _interpreting(problem: Fuzzed) -> Iterator[None]:
-    """Detect races, with the number of blocks that the problem's seed selects."""
+    """Interpret kernels with race detection. The problem's seed selects the number of thread blocks."""
     with interpreting(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_blackwell_call, "MULTIPROCESSORS", BLOCKS[problem.seed % len(BLOCKS)])
         yield

@@ -1,4 +1,4 @@
-"""Run random problems sequentially in a Pallas interpreter. They are small, because interpreting is slow."""
+"""Run random problems one after another in a Pallas interpreter. It is slow, so the problems are small."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from .accuracy import excesses, expectation
 from .execution import both_passes
 from .problem import Fuzzed, _factor, _range
 
-#: Number of tiles to try for a problem before drawing another problem.
+#: Number of times that tiles are drawn for a problem. If all of them need too many programs, the problem is discarded.
 _TILES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Kernels in an interpreter, called directly.
+    """Kernels that run in an interpreter, and the problems to run on them. The kernels are called directly.
 
     Attributes:
-        family: Family of the kernels.
+        family: Backend family of the kernels.
         tokens: Maximum number of tokens of a problem.
-        draw_heads: Draws query heads, key/value heads, and their two widths.
-        draw_tiles: Draws tiles of both passes, and other fields of ``Performance``.
-        size: Returns the number of programs of a plan with given operands, relative to the maximum number.
-        interpreting: Returns the context in which a problem runs.
+        draw_heads: Draws the number of query heads, the number of key/value heads, and the head dimensions of keys and
+            of values.
+        draw_tiles: Draws tiles for both passes, and other fields of ``Performance``.
+        size: Returns the number of programs that a plan needs for given operands, divided by the maximum number.
+        interpreting: Returns the context manager in which a problem runs.
     """
 
     family: Family
@@ -49,7 +50,7 @@ class Kernels:
     interpreting: Callable[[Fuzzed], contextlib.AbstractContextManager[None]]
 
     def draw(self, seed: int, number: int) -> Fuzzed:
-        """Draw problem ``number`` of a seed's sequence."""
+        """Draw problem ``number`` of the sequence that a seed determines."""
         rng = np.random.default_rng([seed, number])
         while True:
             problem = self._drawn(rng)
@@ -95,15 +96,15 @@ class Kernels:
         def count(origins: Any) -> None:
             found.extend(self.size(plans[pass_], Operands(inputs, origins)) for pass_ in PASSES)
 
-        jax.eval_shape(count, problem.origins())  # otherwise tables for parts of layouts would be computed
+        jax.eval_shape(count, problem.origins())  # does not compute the tables for parts of layouts
         return max(found)
 
     def complaints(self, problem: Fuzzed) -> list[str]:
-        """Return the errors in the results of a problem, or the exception that running it raised."""
+        """Run a problem, and return the errors in its results, or the exception that was raised."""
         try:
             with self.interpreting(problem):
                 arguments = jax.tree.map(jax.numpy.asarray, problem.inputs())
-                # Compile all operations as one program: compiling each would take most of a problem's time.
+                # All operations are compiled as one program. Separate compilations would take most of the time.
                 compiled = jax.jit(both_passes(problem), compiler_options=QUICK_COMPILATION)
                 outputs, gradients = jax.tree.map(np.asarray, compiled(arguments, problem.origins()))
         except Exception as error:  # any error of the interpreter
@@ -111,7 +112,7 @@ class Kernels:
         return [str(excess) for excess in excesses(problem, expectation(problem), outputs, gradients)]
 
     def main(self, module: str, description: str | None, arguments: Sequence[str] | None = None) -> int:
-        """Run problems as the command line selects and return the exit status."""
+        """Run the problems that the command line selects, and return the exit status."""
         parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
         parser.add_argument("--problems", type=int, default=10**9, help="stop after so many")
         parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")

@@ -20,16 +20,17 @@ class Options:
 
     Attributes:
         family: Name of the backend family.
-        operators: Operators to draw from, ``"fna"`` and ``"fmha"``.
+        operators: Operators to draw: ``"fna"``, ``"fmha"`` or both.
         seed: Seed of the sequence of problems.
-        problems: Stop after this number of problems.
-        minutes: Stop after this time, not counting the start of processes.
+        problems: Stop after this number of problems. ``None``: no limit.
+        minutes: Start no new batch of problems after this time. ``None``: no limit. The start of processes is not
+            included.
         workers: Number of parallel processes.
-        is_direct: Call the backend's kernels without the public operators.
+        is_direct: True to call the backend's kernels without the public operators.
         at_once: Number of problems per compiled program.
-        variants: Number of ways to run each set of inputs; each counts as a problem.
-        output: Folder for programs that reproduce failures.
-        features: Names in ``features.FEATURES`` that every problem must have. Empty: no requirement.
+        variants: Number of ways to run each set of inputs. Each way counts as a problem.
+        output: Folder to write programs to that reproduce failures.
+        features: Features that every problem must have, by their names in ``features.FEATURES``.
     """
 
     family: str
@@ -46,7 +47,7 @@ class Options:
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """Parse the command line; exits with status 2 and a message if the options are inconsistent."""
+    """Parse the command line. Exit with status 2 and a message if an option is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz",
         description="Run random problems and compare outputs, logsumexp and all gradients with a float64 oracle. "
@@ -85,7 +86,8 @@ def parse(arguments: list[str] | None = None) -> Options:
         minutes=minutes,
         workers=found.workers,
         is_direct=found.direct,
-        # Compile time of plain JAX grows with the number of problems; native kernel calls share a fixed compile time.
+        # In plain JAX, each problem in a program adds compile time. Programs of native kernel calls have a fixed
+        # compile time, which their problems share.
         at_once=found.at_once or (32 if found.direct else 2 if family.target is None else 8),
         variants=4 if found.direct else 1,
         output=found.output_dir,

@@ -1,4 +1,4 @@
-"""Token placement of drawn problems: query boxes, padded layouts, and upsampled queries."""
+"""Add query boxes, padded layouts and upsampled queries to drawn problems."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MOST_QUERIES = 700
 
 
 def placed(rng: np.random.Generator, case: Case, family: Family) -> Case:
-    """Return the problem with a random combination of query box, padding and upsampled queries, or unchanged."""
+    """Add a random combination of query box, padding and upsampled queries to the problem, possibly none of them."""
     kinds = rng.random(3) < (0.5, 0.5, 0.3)
     if case.queries is not None:
         return _with_sequences(rng, case, kinds[0], kinds[1] and "own_extents" in family.capabilities.takes)
     if kinds[0]:
         box = tuple(int(rng.integers(1, extent + 1)) for extent in case.layout)
         case = dataclasses.replace(case, box=box, origins=_origins(rng, case, box))
-    if case.relative_bias:  # the oracle's relative bias indices support boxes only
+    if case.relative_bias:  # with this bias, the oracle supports query boxes only
         return case
     if kinds[1] and "own_extents" in family.capabilities.takes and "wrap" not in (case.edges or ()):
         extents = tuple(tuple(int(rng.integers(1, extent + 1)) for extent in case.layout) for _ in range(case.batch))
@@ -47,7 +47,7 @@ def _with_sequences(rng: np.random.Generator, case: Case, is_box: bool, is_padde
 
 
 def _origins(rng: np.random.Generator, case: Case, box: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Draw an origin shared by all entries, or an origin per entry."""
+    """Draw the origin of a query box: one for all batch entries, or one per entry."""
     count = 1 if rng.random() < 0.4 else case.batch
     room = [extent - some for extent, some in zip(case.layout, box, strict=True)]
     return tuple(tuple(int(rng.integers(0, most + 1)) for most in room) for _ in range(count))

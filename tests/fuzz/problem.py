@@ -1,4 +1,4 @@
-"""A fuzzed problem with its inputs and the way to run it, drawn from a seed and a number."""
+"""Fuzzed problems, with their inputs and the way to run them. A seed and a number determine a problem."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ Ranges = tuple[tuple[int, int], ...]
 
 _NO_BIASES: dict[str, Any] = {"relative_bias": False, "key_bias": None}
 
-#: Head dimensions in addition to ``random_case``: at the limits of kernels, and just above.
+#: Head dimensions that are drawn in addition to ``random_case``: limits of kernels, and numbers just above limits.
 WIDE_HEADS = (64, 72, 96, 128, 136, 192, 256)
-#: Largest number of tokens of the few large problems, and of a tile.
+#: Maximum number of tokens of a large problem (few problems are large), and maximum number of tokens of a tile.
 LARGE, LARGEST_TILE = 1600, 256
 #: Maximum number of draws to find tiles whose kernels support wrapped windows.
 _MOST_DRAWS = 100
-#: Batch sizes and key/value heads of problems with non-finite inputs. GPUs get batches large enough for each SM to
-#: process several tiles in sequence.
+#: For problems with non-finite inputs: batch sizes on CPUs, batch sizes on GPUs, and numbers of key/value heads. Some
+#: batches for GPUs are so large that an SM processes several tiles in sequence.
 SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40, 96), (1, 2, 3)
-#: Problems with a relative bias and at most FEW_TOKENS tokens may have many batch entries: MANY_ITEMS is the range of
-#: batch size times heads. GPU CTAs that hold whole layouts then process several items each.
+#: Problems with a relative bias and at most FEW_TOKENS tokens may have many batch entries. MANY_ITEMS is the range of
+#: the batch size times the number of heads. GPU CTAs that hold whole layouts then process several batch entries each.
 FEW_TOKENS, MANY_ITEMS = 64, (600, 1700)
-#: Fraction of problems with large windows, fraction of these that keep their biases, and fraction of their passes that
-#: get ring tiles if there are any.
+#: MANY_KEYS is the fraction of problems with large windows. BIASED_BESIDE_MANY_KEYS is the fraction of these problems
+#: that keep their biases. RING_TILES is the fraction of their passes that get tiles for ring kernels, if there are any.
 MANY_KEYS, BIASED_BESIDE_MANY_KEYS, RING_TILES = 0.03, 0.15, 0.85
-#: Fraction of problems with spoiled numbers in operands added to logits, if a problem has such operands.
+#: Fraction of problems with a spoiled operand, among problems with a bias, sinks or a scale array.
 SPOILED_BIASES = 0.15
 #: Operands with a batch dimension.
 PER_ENTRY_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "key_bias")
@@ -61,15 +61,15 @@ class Fuzzed:
         case: The problem.
         dtype: Element type.
         seed: Seed of the inputs.
-        query_factor: Factor of the random normal query and key.
-        value_factor: Factor of the random normal value.
-        tiles: Fields of ``Performance``.
+        query_factor: Factor by which the random normal queries and keys are multiplied.
+        value_factor: Factor by which the random normal values are multiplied.
+        tiles: Tiles and other options, by their names in ``Performance``.
         is_direct: True to call the backend's two passes directly, without the public operator.
-        queries: Range of queries to compute in each dimension, ``None`` for all; direct calls only.
-        keys: Range of keys to use in each dimension, ``None`` for all; direct calls only.
+        queries: For direct calls, the range of queries to compute in each dimension. ``None`` for all queries.
+        keys: For direct calls, the range of keys to use in each dimension. ``None`` for all keys.
         spoiled: Non-finite or very low numbers in the inputs.
         factors: Kind of the scale factors of 8-bit arrays; ``None`` without factors.
-        copies: Number of repetitions of the case's batch: more work for kernels, but not for the oracle.
+        copies: How often the case's batch is repeated. Copies are more work for the kernels, but not for the oracle.
     """
 
     family: str
@@ -92,7 +92,7 @@ class Fuzzed:
 
     @property
     def is_float8(self) -> bool:
-        """True for 8-bit arrays, which cannot be differentiated."""
+        """True if the arrays are 8-bit floats. Gradients are then not computed."""
         return self.dtype in FLOAT8
 
     @property
@@ -117,33 +117,39 @@ class Fuzzed:
 
     @property
     def is_merged(self) -> bool:
-        """True if attention to additional tokens is computed separately and merged."""
+        """True if a separate call computes attention to the additional tokens, and the two outputs are merged."""
         return self.case.additional > 0 and not self.case.fused
 
     def inputs(self) -> Inputs:
-        """Return operands, and cotangents of output and logsumexp; cropped if only a part is run."""
+        """Return the operands, and the cotangents of output and logsumexp, for all copies of the batch.
+
+        Arrays are cropped to the queries and keys that are run.
+        """
         return self._copied(self.inputs_of_case())
 
     def inputs_of_case(self) -> Inputs:
-        """Return the inputs of the case's own batch."""
+        """Return :meth:`inputs` for one copy of the batch.
+
+        Spoiled numbers that the oracle cannot process are replaced by ordinary numbers.
+        """
         inputs = self._drawn_inputs()
         return inputs if self.spoiled is None else self.spoiled.apply(inputs, as_drawn=self.is_compared_with_oracle)
 
     def spoiled_inputs(self) -> Inputs:
-        """Return the inputs with the spoiled numbers."""
+        """Return :meth:`inputs` with all spoiled numbers, even if the oracle cannot process them."""
         inputs = self._drawn_inputs()
         return self._copied(inputs if self.spoiled is None else self.spoiled.apply(inputs))
 
     @property
     def has_columns(self) -> bool:
-        """Return True if either pass implements `key_bias` by extra head dimensions."""
+        """True if a pass implements ``key_bias`` by columns: additional head dimensions of queries and keys."""
         if self.is_direct or self.case.key_bias is None:
             return False
         return _becomes_columns(self.backend, self.description(), Performance(**self.tiles))
 
     @property
     def is_compared_with_oracle(self) -> bool:
-        """Return True if results are compared with the oracle, not with a second run."""
+        """True if results are compared with the oracle. Otherwise, they are compared with a second run."""
         return self.spoiled is None or not self.spoiled.is_broken
 
     def _copied(self, inputs: Inputs) -> Inputs:
@@ -180,12 +186,12 @@ class Fuzzed:
         return operands, (d_out[own], d_lse[own])
 
     def broken_rows(self) -> np.ndarray:
-        """Return the queries whose added logits include a non-finite number, ``[batch, *queries, heads]``."""
+        """Mark the queries that a non-finite bias, sink or scale affects, bool ``[batch, *queries, heads]``."""
         assert self.spoiled is not None
         operands, _ = self.spoiled.apply(self._drawn_inputs())
         shape = operands.query.shape[:-1]
         spoiled = getattr(operands, self.spoiled.name, None)
-        if not self.spoiled.is_added or spoiled is None:  # the simplification may remove the operand
+        if not self.spoiled.is_added or spoiled is None:  # the reproducer may have removed the operand
             return np.zeros(shape, bool)
         case, mask = self.case, self.mask()
         sees = np.broadcast_to(mask.any(-1) | (case.additional > 0), (shape[0], math.prod(shape[1:-1])))
@@ -201,16 +207,16 @@ class Fuzzed:
         return np.asarray(sees & (np.isnan(lse) | (lse == np.inf)))
 
     def mask(self) -> np.ndarray:
-        """Return the visibility ``[query tokens, key tokens]`` of the inputs."""
+        """Return the mask ``[query tokens, key tokens]`` of the queries and keys that are run."""
         return self._cut_part(self.case.mask())
 
     def entries(self) -> np.ndarray | None:
-        """Return the oracle's relative bias index of each query/key pair of the inputs."""
+        """Return the oracle's index into the relative bias for each query/key pair that is run."""
         found = self.case.entries()
         return None if found is None else self._cut_part(found)
 
     def _cut_part(self, pairs: np.ndarray) -> np.ndarray:
-        """Crop an array over query/key pairs to the part that is run."""
+        """Crop an array ``[query tokens, key tokens]`` to the queries and keys that are run."""
         if self.queries is None or self.keys is None:
             return pairs
         own, halo = _slices(self.queries)[1:], _slices(self.keys)[1:]
@@ -218,14 +224,14 @@ class Fuzzed:
         return part.reshape(math.prod(part.shape[: self.case.rank]), -1)
 
     def origins(self) -> np.ndarray | None:
-        """Return the origins of the query and key parts, int32 ``[2, 3]``."""
+        """Return the coordinates of the first query and the first key that are run, int32 ``[2, 3]``."""
         if self.queries is None or self.keys is None:
             return None
         padding = [0] * (3 - self.case.rank)
         return np.asarray([padding + [begin for begin, _ in ranges] for ranges in (self.queries, self.keys)], np.int32)
 
     def arguments(self) -> dict[str, Any]:
-        """Return arguments of the public operator; tiles of plain attention are numbers of tokens."""
+        """Return options and scale factors for the public operator. Plain attention takes tile sizes, not shapes."""
         factors = {} if self.factors is None else factors_for(self.factors, self.case, self.seed)
         if self.operator == "fna":
             return {**self.tiles, **factors}
@@ -236,7 +242,7 @@ class Fuzzed:
         return {**tiles, **factors}
 
     def description(self) -> Problem:
-        """Return the whole problem in the form that backends accept."""
+        """Return the problem in the form that backends accept. It has all queries and keys, also if a part is run."""
         case = self.case
         facts: dict[str, Any] = {"batch": self.batch, "dtype": self.dtype}
         facts |= {name: getattr(case, name) for name in ("heads", "heads_kv", "head_dim", "head_dim_v", "scale")}
@@ -251,7 +257,7 @@ class Fuzzed:
 
 
 def draw(family: Family, operators: tuple[str, ...], seed: int, number: int, is_direct: bool) -> Fuzzed:
-    """Draw problem ``number`` of a seed's sequence."""
+    """Draw problem ``number`` of the sequence that a seed determines."""
     found = draw_where(family, operators, seed, number, is_direct, lambda problem: True)
     assert found is not None
     return found
@@ -269,8 +275,7 @@ def draw_where(
 ) -> Fuzzed | None:
     """Draw a problem and return it if ``is_wanted`` accepts it, otherwise ``None``.
 
-    ``is_wanted`` gets the problem without tiles, which take the most time to draw. Some problems for GPUs
-    have windows of many keys.
+    ``is_wanted`` gets the problem without tiles: they are drawn afterwards, because this takes the most time.
     """
     rng = np.random.default_rng([seed, number])
     case = random_case(int(rng.integers(2**31)), tokens=LARGE if rng.random() < 0.08 else None)
@@ -290,7 +295,7 @@ def draw_where(
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
     if has_many_keys and rng_many_keys.random() > BIASED_BESIDE_MANY_KEYS:
         case = dataclasses.replace(case, **_NO_BIASES)
-    if is_direct and "sinks" not in family.capabilities.takes:  # only the operators apply sinks
+    if is_direct and "sinks" not in family.capabilities.takes:  # operators apply sinks if kernels do not
         case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
@@ -316,8 +321,7 @@ def draw_where(
     problem = with_supported_terms(problem, family)
     if not is_direct and spoiled is None and rng.random() < 0.4:
         problem = dataclasses.replace(problem, case=placed(rng, problem.case, family), copies=1)
-    # Wrapped dimensions cannot be split into parts: the tokens next to a part belong to its neighbors in the whole
-    # layout.
+    # A problem with a wrapped dimension is not cropped: its first queries may see the last keys of the dimension.
     can_be_part = case.queries is None and "wrap" not in (case.edges or ())
     if is_direct and can_be_part and rng.random() < 0.25:
         query_ranges, key_ranges = (tuple(_range(rng, extent) for extent in case.layout) for _ in range(2))
@@ -336,24 +340,25 @@ def draw_where(
 
 
 def _with_spoiled_bias(rng: np.random.Generator, problem: Fuzzed, share: float) -> Fuzzed:
-    """Return the problem, possibly with spoiled numbers in operands added to its logits, or in its scales."""
+    """With probability ``share``, spoil numbers of one bias, of the sinks or of the scale, if the problem has any."""
     case = problem.case
     are_there = case.relative_bias, case.key_bias is not None, case.sinks, case.scales is not None
     names = [name for name, is_there in zip(ADDED, are_there, strict=True) if is_there]
     if problem.is_float8 or not names or rng.random() > share:
         return problem
     spoiled = Spoiled.draw(rng, names)
-    if problem.is_direct and spoiled.name == "sinks":  # passes take float32 sinks
+    if problem.is_direct and spoiled.name == "sinks":  # direct calls need float32 sinks
         spoiled = dataclasses.replace(spoiled, is_narrow=False)
     if spoiled.number in TIED:
-        # With the default scale, products are smaller than half a unit in the last place of the bias.
+        # With such biases, all logits are equal if each query/key product is smaller than half a unit in the last
+        # place of the bias. This requires the default scale, and no large factor of queries and keys.
         case = dataclasses.replace(case, scale=None, scales=None)
         problem = dataclasses.replace(problem, case=case, query_factor=min(problem.query_factor, 1.0))
     return dataclasses.replace(problem, copies=1, spoiled=spoiled)
 
 
 def _as_float8(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuzzed:
-    """Return the problem, possibly with 8-bit arrays and scale factors."""
+    """Convert some problems to 8-bit arrays, with or without scale factors."""
     if rng.random() > 0.2 or problem.copies > 1 or (family.rounds_weights and problem.case.key_bias is not None):
         return problem
     has_blocks = problem.case.additional == 0 and not family.rounds_weights
@@ -366,7 +371,7 @@ def _as_float8(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuz
 
 
 def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> Case:
-    """Return the problem, possibly with biases that the family supports, and with sinks."""
+    """Add sinks to some problems, and biases if the family supports them."""
     biases = family.capabilities.takes
     return dataclasses.replace(
         case,
@@ -378,7 +383,7 @@ def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> C
 
 
 def _with_many_entries(rng: np.random.Generator, case: Case, family: Family) -> Case:
-    """Return the problem, possibly with enough batch entries for GPU CTAs to process several per head and table."""
+    """Give some small problems with a relative bias so many batch entries that a GPU CTA processes several of them."""
     if not (family.needs_gpu and case.relative_bias and math.prod(case.layout) <= FEW_TOKENS) or rng.random() > 0.3:
         return case
     case = case.with_heads(case.heads, case.heads)
@@ -386,7 +391,7 @@ def _with_many_entries(rng: np.random.Generator, case: Case, family: Family) -> 
 
 
 def with_supported_terms(problem: Fuzzed, family: Family) -> Fuzzed:
-    """Return the problem without biases that the backend, or its kernels in direct calls, do not support."""
+    """Remove the biases that the backend does not support. For direct calls, also remove a key bias in columns."""
     backend, case, device = backends.find(problem.backend, problem.operator), problem.case, devices.default_device()
     without: tuple[dict[str, Any], ...] = {}, {"relative_bias": False}, {"key_bias": None}, _NO_BIASES
     for changes in without:
@@ -404,7 +409,7 @@ def with_supported_terms(problem: Fuzzed, family: Family) -> Fuzzed:
 
 
 def _becomes_columns(name: str, problem: Problem, performance: Performance) -> bool:
-    """Return True if a pass of a backend implements ``key_bias`` by extra head dimensions."""
+    """Return True if a pass implements ``key_bias`` by columns: additional head dimensions of queries and keys."""
     backend, device = backends.find(name, problem.operator), devices.default_device()
     return not all(backend.widened(problem, device, each, performance.tiles(each)).key_bias for each in PASSES)
 
@@ -414,7 +419,10 @@ def _without_logit_terms(case: Case) -> Case:
 
 
 def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Case, Spoiled]:
-    """Return the problem with several entries, and non-finite numbers for one entry; the oracle does not run it."""
+    """Return the problem with several batch entries, and non-finite numbers for one of them.
+
+    The oracle does not run such a problem.
+    """
     heads_kv = int(rng.choice(SPOILED_HEADS))
     batch = int(rng.choice(SPOILED_BATCHES_OF_GPUS if needs_gpu else SPOILED_BATCHES))
     case = dataclasses.replace(case.with_heads(heads_kv * int(rng.integers(1, 3)), heads_kv), batch=batch)
@@ -425,13 +433,16 @@ def _spoiled(rng: np.random.Generator, case: Case, needs_gpu: bool) -> tuple[Cas
 
 
 def variants(problem: Fuzzed, count: int) -> list[Fuzzed]:
-    """Return the problem with several random ways to run it."""
+    """Return ``count`` problems: this problem, and variants of it with other random tiles and options."""
     found = (with_tiles(problem, np.random.default_rng([problem.seed, i])) for i in range(1, count))
     return [problem, *(each or problem for each in found)]
 
 
 def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed | None:
-    """Return the problem with random tiles; ``None`` if a direct call needs wrap support and no drawn tiles have it."""
+    """Draw tiles and options for a problem.
+
+    If a dimension wraps in a direct call, only some tiles support this. Return ``None`` if no such tiles were drawn.
+    """
     if not _goes_around_directly(problem):
         return _with_any_tiles(problem, rng)
     found = (_with_any_tiles(problem, rng) for _ in range(_MOST_DRAWS))
@@ -443,7 +454,7 @@ def _goes_around_directly(problem: Fuzzed) -> bool:
 
 
 def _is_known_to_kernels(problem: Fuzzed) -> bool:
-    """Return True if, with the problem's tiles, the kernels of both passes support wrapped windows."""
+    """Return True if the kernels that the problem's tiles select support wrapped windows in both passes."""
     backend, plans = plans_of(problem.backend, problem.description(), Performance(**problem.tiles))
     return all(backend.form(plan).wraps for plan in plans.values())
 
@@ -468,11 +479,12 @@ def _with_any_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed:
 
 
 def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Generator) -> Any:
-    """Return tiles of a pass: ``None`` for the default, listed tiles, or any tiles that the backend accepts."""
+    """Draw tiles for a pass: tiles that the backend lists, any tiles that it accepts, or ``None`` for the default."""
     device, described = devices.default_device(), problem.description()
 
     def planned(pair: TilePair | None = None) -> Problem:
-        # Operators adapt problems to the kernels that the tiles select, for example with columns for key biases.
+        # An operator adapts the problem to the kernels that the tiles select. For example, it adds columns for a key
+        # bias. A direct call does not.
         return described if problem.is_direct else backend.widened(described, device, pass_, pair)
 
     if problem.copies > 1 and rng.random() < RING_TILES:
@@ -480,8 +492,10 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
         if by_kernels:
             kernel_tiles = by_kernels[int(rng.integers(len(by_kernels)))]
             return kernel_tiles[int(rng.integers(len(kernel_tiles)))]
-    kind = str(rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6]))  # ranking the listed tiles is slow
-    if _goes_around_directly(problem):  # with few tokens, few tiles support wrap, and random tiles seldom do
+    # Most tiles are not from the backend's list, because it is ranked, which is slow.
+    kind = str(rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6]))
+    # If a layout has few tokens, few tiles support wrapped windows. Random tiles would seldom do so.
+    if _goes_around_directly(problem):
         kind = "listed"
     if kind == "none":
         return None
@@ -499,9 +513,10 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
 
 @functools.lru_cache(maxsize=16)
 def _pairs_by_size(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> list[list[TilePair]]:
-    """Group the tiles that a backend lists by size: sizes select kernels, and all should be equally likely.
+    """Group the tiles that a backend lists by the numbers of tokens of both tiles, which select the kernel.
 
-    Cached: there are thousands, and a problem may try many of them.
+    Callers draw a group first, so that all sizes are equally likely. The result is cached: a backend may list thousands
+    of tiles, and tiles may be drawn many times for a problem.
     """
     by_size: dict[tuple[int, ...], list[TilePair]] = {}
     for pair in backend.tile_pairs(problem, device, pass_):
@@ -510,7 +525,7 @@ def _pairs_by_size(backend: Backend, problem: Problem, device: Device, pass_: Pa
 
 
 def _tile(rng: np.random.Generator, rank: int) -> tuple[int, ...]:
-    """Draw a tile of any shape, within the number of tokens that kernels are compiled for."""
+    """Draw a tile of any shape. Its maximum number of tokens is drawn from sizes that kernels are compiled for."""
     left = int(rng.choice([16, 32, 64, 96, 128, 192, LARGEST_TILE]))
     tile = [1] * rank
     order = rng.permutation(rank)

@@ -1,4 +1,4 @@
-"""Simplify a failing problem while it still fails, and print it as a program."""
+"""Simplify a failing problem as long as it still fails, and write a program that runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print("\\n".join(complaints([problem])[0]) or "nothing is wrong")
 
 
 def program_of(problem: Fuzzed, what: str, seed: int, number: int) -> str:
-    """Return a program that runs a problem and prints its errors."""
+    """Return the source of a program that runs a problem and prints its errors."""
     what = what.replace("\\", "\\\\").replace('"""', "'''")
     return PROGRAM.format(what=what, number=number, seed=seed, problem=problem)
 
@@ -36,7 +36,7 @@ def program_of(problem: Fuzzed, what: str, seed: int, number: int) -> str:
 def simplest(
     problem: Fuzzed, fails: Callable[[Fuzzed], bool] = lambda each: bool(complaints([each])[0]), seconds: float = 40
 ) -> Fuzzed:
-    """Simplify a problem step by step, and return the simplest problem that still fails."""
+    """Simplify a problem step by step until the time is over, and return the last problem that still fails."""
     end = time.monotonic() + seconds
     candidates = _simpler(problem)
     while time.monotonic() < end and (candidate := next(candidates, None)) is not None:
@@ -45,7 +45,8 @@ def simplest(
     return problem
 
 
-#: Defaults of the fields of a case. ``_STEPS`` lists the fields that are reset together, largest steps first.
+#: Default values of the fields of a case. A step of the simplification resets some fields to these values. Each entry
+#: of ``_STEPS`` contains the fields that one step resets. Steps that simplify the most come first.
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Case)}
 _PLACES = ("box", "origins", "extents", "query_lengths", "upsample")
 _STEPS = (
@@ -55,7 +56,7 @@ _STEPS = (
 
 
 def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
-    """Yield problems that are one step simpler, largest steps first."""
+    """Yield problems that are one step simpler than a problem. Steps that simplify the most come first."""
 
     def changed(**changes: Any) -> Fuzzed:
         return dataclasses.replace(problem, **changes)
@@ -71,7 +72,7 @@ def _simpler(problem: Fuzzed) -> Iterator[Fuzzed]:
             yield changed(spoiled=dataclasses.replace(problem.spoiled, **first))
     for names in (*map(tile_names, PASSES), *((name,) for name in problem.tiles if "_tile_" not in name)):
         yield changed(tiles={name: value for name, value in problem.tiles.items() if name not in names})
-    if problem.queries is None:  # ranges of queries and keys would not fit a smaller layout
+    if problem.queries is None:  # otherwise, the ranges of queries and keys may exceed a smaller layout
         yield from (changed(case=case) for case in _simpler_cases(problem.case))
 
 
@@ -82,7 +83,7 @@ def _simpler_cases(case: Case) -> Iterator[Case]:
     def without(*fields: str) -> Case:
         return changed(**{field: _DEFAULTS[field] for field in fields})
 
-    if case.is_placed:  # origins and extents depend on the layout and the batch
+    if case.is_placed:  # origins and extents require this layout and batch
         yield from (without(*_PLACES), without("extents", "query_lengths"), without("box", "origins"))
         yield without("upsample")
         return

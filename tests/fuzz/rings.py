@@ -1,4 +1,7 @@
-"""Problems with enough keys and batch entries for small-window kernels that walk along strips with a ring of keys."""
+"""Problems with enough keys and batch entries for the small-window kernels with a ring.
+
+A CTA of these kernels moves along a strip of the layout, and loads keys into a ring of buffers in shared memory.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,22 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 from tests.support.problems import Case
 
-#: Minimum keys of a window; maximum tokens of most problems and of a few problems, limited because the oracle computes
-#: all pairs. From TOKENS_OF_ONE_HEAD tokens on, problems have a single key/value head.
+#: A window has at least LEAST_KEYS keys. Most problems have at most MOST_TOKENS tokens, and a few problems have up to
+#: TOKENS_OF_FEW tokens. Both limits are low because the oracle computes all query/key pairs. Problems with at least
+#: TOKENS_OF_ONE_HEAD tokens have a single key/value head.
 LEAST_KEYS, MOST_TOKENS, TOKENS_OF_FEW, TOKENS_OF_ONE_HEAD = 100, 800, 1700, 500
-#: Ranges of window extents and maximum extents of layouts, by rank.
+#: By rank, the range of the window's extents (_WINDOWS), and the maximum extent of the layout (_LAYOUTS).
 _WINDOWS = {1: (100, 300), 2: (7, 17), 3: (3, 9)}
 _LAYOUTS = {1: 700, 2: 50, 3: 18}
-#: Range of rows over all batch entries and heads: at its lower end, rings are estimated to be faster for few launches,
-#: at its upper end for most.
+#: _ROWS is the range of the number of queries over all copies, batch entries and heads. At its lower end, ring kernels
+#: have shorter estimated times in few launches; at its upper end, in most launches.
 _ROWS, _MOST_COPIES = (6e3, 1.2e5), 400
 
 
 def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
-    """Return the problem with a large window and heads that rings support, and the number of copies of its batch.
+    """Give the problem a large window and heads that ring kernels support. Also return a number of copies of its batch.
 
-    A few problems have features that rings do not support, to test the fallback to other kernels.
+    A few problems have features that ring kernels do not support. They test the fallback to other kernels.
     """
     rank = int(rng.choice([1, 2, 3], p=[0.06, 0.54, 0.4]))
     least, most = _WINDOWS[rank]
@@ -65,7 +69,7 @@ def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
 def kernels_with_rings(
     backend: Backend, problem: Problem, device: Device, pass_: Pass, pair: TilePair
 ) -> tuple[str, ...]:
-    """Return the kernels of a pass that have a ring with given tiles."""
+    """Return the names of the ring kernels that a pass launches with given tiles."""
     found = small_windows.estimate(backend.family, problem, pass_, pair, device.compute_capability)
     return () if found is None else tuple(each.kernel for each in found.launches if "with a ring" in each.kernel)
 
@@ -73,7 +77,7 @@ def kernels_with_rings(
 def ring_pairs(
     backend: Backend, problem: Problem, device: Device, pass_: Pass
 ) -> dict[tuple[str, ...], list[TilePair]]:
-    """Return the tiles for which kernels of a pass have a ring, by kernels."""
+    """Return the tiles with which a pass launches ring kernels, grouped by the names of these kernels."""
     found: dict[tuple[str, ...], list[TilePair]] = {}
     for pair, _ in small_windows.ranked(backend.family, problem, pass_, device.compute_capability):
         kernels = kernels_with_rings(backend, problem, device, pass_, pair)

@@ -1,4 +1,4 @@
-"""Batches of problems, drawn in the process that runs them, because available tiles depend on its device."""
+"""Draw batches of problems. The process that runs a batch also draws it: its device determines the available tiles."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .problem import Fuzzed, draw, variants
 
 
 def problems_of(options: Options, batch: int) -> list[tuple[int, Fuzzed]]:
-    """Return the problems of a batch with their numbers."""
+    """Return the problems of a batch, each with its number."""
     family = family_named(options.family)
     first, end = batch * options.at_once, (batch + 1) * options.at_once
     if options.problems is not None:
         end = min(end, options.problems)
-    # A number determines the inputs and the first way to run them.
+    # The number of a group determines the inputs and the first variant.
     drawn = {
         group: variants(
             draw_with(options.features, family, options.operators, options.seed, group, options.is_direct),
@@ -34,7 +34,7 @@ def rejection(options: Options) -> str | None:
     """Return the reason why the backend cannot run here, or ``None`` if it can.
 
     Raises:
-        RuntimeError: The device does not compute even before the first problem.
+        RuntimeError: The device fails a simple computation before the first problem.
     """
     family = family_named(options.family)
     operator = options.operators[0]

@@ -1,9 +1,9 @@
-"""Non-finite or very low numbers in an operand, and the results that they may change.
+"""Spoil an operand with non-finite or very low numbers, and check which results they change.
 
-NaN and infinity in tokens of one batch entry and head may only change results that depend on them: the device loads
-tiles of several entries into the same memory. In an operand that is added to logits, or in a scale, they must also make
-the results of every query that sees such a key non-finite. If a number hides its keys, or all numbers of such an
-operand are equally low, the oracle can still compute the results.
+- NaN and infinity in one batch entry and head may change only the results that depend on them. A device loads tiles of
+  several batch entries into the same memory, so a wrong kernel may change other results.
+- NaN and infinity in a bias, a sink or a scale must also make the results of all queries that they affect non-finite.
+- The oracle checks the results if a bias masks out its keys, or if all numbers of a bias are equally low.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from tests.support import oracle
 
 Inputs = tuple[oracle.Tensors, tuple[np.ndarray, np.ndarray]]
 
-#: Names of token arrays: operands, and cotangents of output and logsumexp. QUERY_ARRAYS have query heads.
+#: Names of token arrays: operands, and cotangents of output and logsumexp. The arrays in QUERY_ARRAYS have query heads,
+#: the others have key/value heads.
 NAMES = (*oracle.Tensors._fields[:5], "d_out", "d_lse")
 QUERY_ARRAYS = ("query", "d_out", "d_lse")
-#: Operands that are added to logits, and scales.
+#: Operands that are added to logits, and the scale of the logits.
 ADDED = ("relative_bias", "key_bias", "sinks", "scale")
 NUMBERS = ("nan", "inf", "-inf")
 BROKEN = ("nan", "inf")
-#: Added numbers that hide keys: -inf, the lowest number of the operand's element type, and one just above half of that.
+#: Biases that mask out keys: -inf, the lowest number of the bias's element type, and 0.51 times this number.
 HIDING = ("-inf", "min", "0.51 min")
-#: Numbers for a whole added operand. They are so low that float32 logits lose their products and tie.
+#: Numbers that replace all elements of a bias or of the sinks. They are so low that query/key products do not change
+#: the float32 sums: all logits are equal.
 TIED = ("-1e9", "-1e30", "0.49 min")
 EXTENTS = ("number", "row", "head")
 EXTENTS_OF_ADDED = (*EXTENTS, "entry", "all")
-#: Bound of differences between sums without a fixed order, relative to the largest sum.
+#: Maximum difference of a sum between two runs if the order of its terms is not fixed, relative to the largest sum.
 TOLERANCE = 0.02
 
 
@@ -41,13 +43,14 @@ class Spoiled:
     """Elements of an array, and the number that replaces them.
 
     Attributes:
-        name: The array, from ``NAMES`` or ``ADDED``.
-        number: Replacement, from ``NUMBERS``; in added operands, from ``BROKEN``, ``HIDING`` or ``TIED``.
-        extent: ``"number"``, ``"row"`` of the last dimension (a token), ``"head"`` of an entry, ``"entry"`` of the
-            batch, or ``"all"`` elements.
-        batch: Batch entry, modulo the batch size.
-        head: Head, modulo the number of heads.
-        place: Flat index into the remaining dimensions, modulo their size.
+        name: Name of the array, from ``NAMES`` or ``ADDED``.
+        number: The number as text. From ``BROKEN``, ``HIDING`` or ``TIED`` in biases and sinks, from ``NUMBERS`` in
+            other arrays.
+        extent: The elements that are replaced: one ``"number"``, a ``"row"`` of the last dimension (in token arrays, a
+            token), a ``"head"`` of a batch entry, a batch ``"entry"``, or ``"all"``.
+        batch: Index of the batch entry, modulo the batch size.
+        head: Index of the head, modulo the number of heads.
+        place: Flat index into the other dimensions, modulo their number of elements.
         is_narrow: True to convert the operand to the element type of the query.
     """
 
@@ -61,7 +64,7 @@ class Spoiled:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, names: Sequence[str]) -> Spoiled:
-        """Draw a replacement in a named array."""
+        """Draw a replacement of elements in one of the named arrays."""
         name = str(rng.choice(names))
         is_added = name in ADDED
         numbers = (*BROKEN, *HIDING, *TIED) if is_added and name != "scale" else NUMBERS
@@ -73,16 +76,16 @@ class Spoiled:
 
     @property
     def is_added(self) -> bool:
-        """True if the array is added to logits, or a scale."""
+        """True if the array is added to logits, or is their scale."""
         return self.name in ADDED
 
     @property
     def is_broken(self) -> bool:
-        """True if results with the numbers are not finite, and are compared with a second run."""
+        """True if results may be non-finite. They are then compared with a second run, not with the oracle."""
         return not self.is_added or self.number in BROKEN or self.name == "scale"
 
     def apply(self, inputs: Inputs, *, as_drawn: bool = True) -> Inputs:
-        """Return the inputs with the replacement, or with an ordinary number instead of it."""
+        """Return the inputs with the elements replaced: by the number if ``as_drawn``, otherwise by an ordinary one."""
         operands, (d_out, d_lse) = inputs
         named: dict[str, Any] = {**operands._asdict(), "d_out": d_out, "d_lse": d_lse}
         if named[self.name] is None:
@@ -105,15 +108,16 @@ class Spoiled:
         is_reproducible: bool,
         has_columns: bool = False,
     ) -> list[str]:
-        """List results that are finite but must not be, and results that differ but must not.
+        """List results that must not be finite but are, and results that must equal the other run's but do not.
 
         Args:
             operands: The operands.
-            is_broken_row: bool ``[batch, *queries, heads]``. Queries whose results must not be finite.
-            without: Results with an ordinary number: output and logsumexp, gradients.
-            spoiled: Results with the number.
+            is_broken_row: bool ``[batch, *queries, heads]``. True for queries whose results must not be finite.
+            without: Results of a run with ordinary numbers: a pair of output and logsumexp, and the gradients.
+            spoiled: Results of the run with the spoiled number, in the same form.
             is_reproducible: True if query gradients are bitwise equal in every run.
-            has_columns: True if key biases are extra head dimensions, which query heads share.
+            has_columns: True if key biases are columns of keys (additional head dimensions). Several query heads may
+                share a key.
         """
         found = []
         for name, result in (("out", spoiled[0][0]), ("lse", spoiled[0][1]), ("d_query", spoiled[1].query)):
@@ -126,7 +130,7 @@ class Spoiled:
         for name, *pair in zip(names, (*without[0], *without[1]), (*spoiled[0], *spoiled[1]), strict=True):
             if pair[1] is None or (name == "d_scale" and not self.is_added):  # ``d_scale`` is a sum over all entries
                 continue
-            # Gradients of biases in columns are gradients of keys, which query heads share.
+            # The gradient of a bias in columns is a part of the gradient of a key, which several query heads may share.
             is_of_groups = name == "d_key_bias" or self.name == "key_bias"
             safe = ~(spread if is_of_groups else reached)
             if self.name in ("d_out", "d_lse") and name in ("out", "lse"):
@@ -165,7 +169,7 @@ class Spoiled:
         return (*leading, *tokens[: -1 if self.extent == "row" else None])
 
     def _reached(self, operands: oracle.Tensors) -> np.ndarray:
-        """Return the batch entries and query heads whose results may differ, bool ``[batch, heads]``."""
+        """Mark the batch entries and query heads whose results the number may change, bool ``[batch, heads]``."""
         batch, heads = operands.query.shape[0], operands.query.shape[-2]
         reached = np.zeros((batch, heads), bool)
         if not self.is_added:
@@ -182,7 +186,7 @@ class Spoiled:
 
 
 def _spread_over_groups(reached: np.ndarray, operands: oracle.Tensors) -> np.ndarray:
-    """Extend ``[batch, heads]`` to all query heads that share keys."""
+    """Mark all query heads of a batch entry that share keys with a head that is marked in ``reached``."""
     groups = reached.reshape(len(reached), operands.key.shape[-2], -1)
     return np.broadcast_to(groups.any(-1, keepdims=True), groups.shape).reshape(reached.shape)
 
@@ -193,7 +197,7 @@ def _has_heads(operands: oracle.Tensors) -> bool:
 
 
 def _by_heads(name: str, array: np.ndarray, safe: np.ndarray, has_heads: bool) -> np.ndarray:
-    """Return the elements of a result in the batch entries and heads marked in ``safe``, ``[batch, heads]``."""
+    """Return the elements of a result whose batch entry and head are marked in ``safe``, bool ``[batch, heads]``."""
     if name in ("d_relative_bias", "d_sinks", "d_scale"):
         return array[safe.all(0)] if array.ndim else np.zeros(0, array.dtype)
     if name == "d_key_bias":
@@ -203,7 +207,10 @@ def _by_heads(name: str, array: np.ndarray, safe: np.ndarray, has_heads: bool) -
 
 
 def _different_numbers(name: str, one: np.ndarray, other: np.ndarray, is_reproducible: bool) -> np.ndarray:
-    """Return a mask of elements that differ: in any bit or, if sums have no fixed order, by more than ``TOLERANCE``."""
+    """Mark the elements that differ between two results.
+
+    Elements must be bitwise equal. But sums whose order is not fixed may differ by ``TOLERANCE``.
+    """
     if name in ("d_query", "d_scale") and not is_reproducible:
         one, other = one.astype(np.float64), other.astype(np.float64)
         return np.asarray(~(np.abs(one - other) <= TOLERANCE * np.abs(one).max(initial=0)))
