@@ -1,4 +1,4 @@
-"""Sources and launchers of the native build, without compilation."""
+"""The launcher that wraps the CUDA compiler in the native build, tested without compiling kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def test_the_compile_launcher_rejects_input_that_ptxas_ignores() -> None:
     assert launcher in (CSRC / "CMakeLists.txt").read_text()
 
 
-#: Output of ptxas 13.0 for `setmaxnreg` in a kernel without a number of blocks per multiprocessor.
+#: ptxas 13.0 prints this line if a kernel uses `setmaxnreg` and its launch bounds do not give a number of blocks per
+#: multiprocessor.
 IGNORED = "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count"
 ACCEPTED = "ptxas info    : Used 168 registers, used 2 barriers"
 
@@ -31,7 +32,7 @@ def test_a_compilation_fails_if_ptxas_ignored_input(line: str, status: int, stre
     compiler.chmod(0o755)
     built = tmp_path / "kernel file.o"
     command: list[str | Path] = ["sh", REFUSE_IGNORED, compiler, "-c", "kernel file.cu", "-o", built]
-    # The launcher passes arguments to the compiler unchanged.
+    # The launcher must pass arguments to the compiler unchanged, also if they contain spaces.
     compiler.write_text(compiler.read_text().replace('"$4"', '"$4"; test "$2" = "kernel file.cu" || exit 9'))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert line in done.stderr

@@ -1,4 +1,4 @@
-"""The user's wheel: built from the source distribution, installed in isolation, and run outside the sources."""
+"""Build wheels from the source distribution, and run an installed wheel outside the sources."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(natten_jax.__version__)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command that must succeed, isolated from this checkout and this environment."""
+    """Run a command that must succeed, without this process's Python paths and virtual environment."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     environment["JAX_PLATFORMS"] = "cpu"
     result = subprocess.run(
@@ -50,7 +50,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def require_package_index() -> None:
-    """Skip if pip finds no version of a build requirement; all other errors are failures."""
+    """Skip the test if pip finds no version of the build requirement auditwheel."""
     options = "--dry-run", "--ignore-installed", "--no-deps", "--retries", "0", "--timeout", "10"
     command = [sys.executable, "-m", "pip", "install", *options, "auditwheel"]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -59,16 +59,17 @@ def require_package_index() -> None:
 
 
 def copy_of_sources(folder: Path) -> Path:
-    """Copy the sources without leftovers of earlier builds, which must not get into a wheel."""
+    """Copy the sources without the products of earlier builds, because a wheel must not contain them."""
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
     return shutil.copytree(ROOT, folder / "sources", ignore=leftovers)
 
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the source distribution, and of the wheels built from it for this interpreter.
+    """Return the folder that contains the source distribution and the wheels built from it for this interpreter.
 
-    NATTEN_JAX_DISTRIBUTIONS names a directory with existing distributions, for any number of interpreters.
+    If the environment variable NATTEN_JAX_DISTRIBUTIONS names a folder with existing distributions, return this folder.
+    It may contain wheels for several interpreters.
     """
     built = os.environ.get("NATTEN_JAX_DISTRIBUTIONS")
     if built:
@@ -82,7 +83,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(distributions: Path) -> Path:
-    """Return the wheel with kernels for this machine."""
+    """Return the wheel with compiled kernels, for this interpreter and this machine."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     (built,) = distributions.glob(f"natten_jax-{__version__}-{tag}-*linux*_{platform.machine()}.whl")
     return built
@@ -101,8 +102,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
     interpreter = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    # Takes 5 s of CPU time for JAX and its requirements; the environment's pip, which compiles every module, takes 28
-    # s.
+    # With this process's pip and `--no-compile`, installing JAX and its requirements takes 5 s of CPU time. The new
+    # environment's pip would compile every module, and take 28 s.
     pip = sys.executable, "-m", "pip", "--python", interpreter
     run(*pip, "install", "--quiet", "--no-compile", wheel, cwd=folder)
     return interpreter
@@ -122,7 +123,7 @@ def test_wheel_holds_only_the_package(wheel: Path) -> None:
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
-    """Return the files of the package in a wheel, without native libraries."""
+    """Return the package's files in a wheel by name, except native libraries."""
     archive = zipfile.ZipFile(wheel)
     names = (name for name in archive.namelist() if name.startswith("natten_jax/") and not name.endswith((".so", "/")))
     return {name: archive.read(name) for name in names}

@@ -1,4 +1,4 @@
-"""Versions, dates and addresses agree in all files, and pages do not mention packages that do not exist."""
+"""Versions and dates agree in all files, and pages do not install unpublished packages from an index."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_citation_is_of_the_newest_release() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert (citation["version"], str(citation["date-released"])) == RELEASES[0]
-    # These fields are undecided.
+    # The project has not decided on a license, public addresses or a DOI.
     assert not {"license", "url", "repository-code", "doi"} & set(citation)
 
 

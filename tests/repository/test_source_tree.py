@@ -1,4 +1,4 @@
-"""natten_jax inside a clone of the repository, where Python imports the clone's files before the installed package."""
+"""natten_jax inside a clone of the repository, where Python imports the clone's package, not an installed one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.support.programs import output_of
 ROOT = Path(__file__).parents[2]
 LIBRARIES = tuple((ROOT / "natten_jax").glob("*.so"))
 
-#: The finder of setuptools' editable installs: it is called last, and also for submodules.
+#: An import finder like that of setuptools' editable installs. Python calls it after all other finders, also for
+#: submodules.
 EDITABLE = """
 import sys
 from importlib.machinery import PathFinder
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no library is built in th
 def clone_into(folder: Path, *, is_built: bool = False) -> Path:
     """Copy the repository as a fresh clone, optionally with the compiled library.
 
-    Compiled bytecode is copied because it matches the sources: otherwise each start would compile the sources again.
+    Bytecode is also copied. It matches the sources, and without it each new process would compile the sources again.
     """
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "results", "*.so")
     clone = shutil.copytree(ROOT, folder, ignore=leftovers)
@@ -52,15 +53,15 @@ def clone_into(folder: Path, *, is_built: bool = False) -> Path:
 
 
 class Environment:
-    """An interpreter with all packages of this one except natten_jax."""
+    """A virtual environment that can import the packages of this environment, but no editable install of natten_jax."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder)
         self.python = folder / "bin" / "python"
         (self.packages,) = folder.glob("lib/python*/site-packages")
         others = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
-        # Folders in a .pth file are only searched for modules: their own .pth files, such as editable installs, are
-        # ignored.
+        # Python imports modules from folders that a .pth file lists. It ignores the .pth files in these folders, such
+        # as those of editable installs.
         (self.packages / "others.pth").write_text("\n".join(others))
 
     def install(self) -> None:
@@ -84,12 +85,12 @@ class Environment:
         return output_of(finished)
 
     def state(self, folder: Path) -> State:
-        """Return the state of a program that is started in a folder."""
+        """Start a program in a folder, and return where it finds the package and the native library."""
         package, flax_modules, library, error = self.run(folder, "-c", STATE).splitlines()
         return State(Path(package), Path(flax_modules), Path(library), error)
 
     def report(self, folder: Path) -> str:
-        """Return the output of the doctor in a folder."""
+        """Run natten_jax.doctor in a folder, and return its output."""
         return self.run(folder, "-m", "natten_jax.doctor")
 
 
@@ -103,7 +104,7 @@ STATE = textwrap.dedent("""
 
 
 class State(NamedTuple):
-    """Folders of the package, the Flax modules and the native library, and the reason why the library is missing."""
+    """Folders of the package, the Flax modules and the native library, and the error if no library was loaded."""
 
     package: Path
     flax_modules: Path
@@ -113,13 +114,13 @@ class State(NamedTuple):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a clone without a build."""
+    """Return a clone without a compiled library."""
     return clone_into(tmp_path_factory.mktemp("unbuilt") / "natten_jax")
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Return an environment after ``pip install .``."""
+    """Return an environment with the files that ``pip install .`` installs."""
     environment = Environment(tmp_path_factory.mktemp("installed"))
     environment.install()
     return environment
@@ -127,7 +128,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 def test_an_install_works_everywhere_in_its_clone(clone: Path, installed: Environment) -> None:
     library = installed.packages / "natten_jax"
-    # All Python files come from the same tree.
+    # The package and the Flax modules must come from the same tree.
     assert installed.state(clone) == State(clone, clone / "flax_modules", library, "None")
     assert installed.state(clone / "tests") == State(installed.packages, library / "flax_modules", library, "None")
     report = installed.report(clone)

@@ -14,11 +14,11 @@ from natten_jax.cost_model import halos
 def set_gains(
     without_stored_programs: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Callable[..., bool]], None]]:
-    """Return a function that sets which passes gain from overlapping halo exchange with compute."""
+    """Return a function that replaces ``halos.gains``, which decides if a pass overlaps halo exchange with compute."""
 
     def forget() -> None:
         halos.overlap_that_pays.cache_clear()
-        jax.clear_caches()  # traced passes keep the previous choice
+        jax.clear_caches()  # traced passes keep the previous decision
 
     def set_to(gains: Callable[..., bool]) -> None:
         monkeypatch.setattr(halos, "gains", gains)

@@ -1,4 +1,4 @@
-"""Programs over an ``AbstractMesh``, lowered and exported without devices; and transformations around ``shard_map``."""
+"""Lower and export programs over an ``AbstractMesh`` without devices, and transform ``shard_map`` functions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def abstract_arrays(mesh: Any, spec: P) -> list[jax.ShapeDtypeStruct]:
 
 
 def manual(function: Function, mesh: Any, spec: P, axes: str, results: Function | None = None) -> Function:
-    """Run ``results(function)``, by default the function itself, inside ``shard_map``."""
+    """Wrap ``results(function)`` in ``shard_map``, or ``function`` itself if ``results`` is ``None``."""
     spec = P(*(axis if axis in tuple(axes) else None for axis in spec))
     out: Any = {None: spec, with_gradients: (spec, (spec,) * 3), mapped: P(None, *spec)}[results]
     inside = function if results is None else results(function)
@@ -80,7 +80,7 @@ def test_lowered_over_an_abstract_mesh(backend: str | None) -> None:
         abstract, mesh = meshes(*types)
         with jax.sharding.use_abstract_mesh(abstract):
             traced = jax.jit(function).trace(*abstract_arrays(abstract, spec))
-            if backend != "cpu-fna":  # also for GPUs that are absent
+            if backend != "cpu-fna":  # lowering for GPUs needs no GPU
                 traced.lower(lowering_platforms=("cuda",))
             program = traced.lower(lowering_platforms=("cpu",)).compile(device_assignment=tuple(jax.devices()))
         compare(program(*put(arrays, mesh, *spec)), expected[results])
@@ -112,7 +112,7 @@ def test_exported_over_an_abstract_mesh_with_the_gradient(backend: str | None) -
         placed = put(arrays, mesh, *spec)
         with jax.set_mesh(mesh):
             compare(jax.jit(again.call)(*placed), expected[0])
-            compare(with_gradients(again.call)(*placed), expected)  # JAX does not differentiate it inside jax.jit
+            compare(with_gradients(again.call)(*placed), expected)  # JAX does not differentiate exports inside jit
 
     for spec in GRID, TOKENS:
         check(attend, spec, (E, E))

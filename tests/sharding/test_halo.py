@@ -1,4 +1,4 @@
-"""Token dimensions sharded over devices: neighbors exchange halos, and results equal a single device's."""
+"""Token dimensions sharded over devices: neighbors exchange halos, and the results equal those of the oracle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def split_axes(draw: Any) -> tuple[Axis, int]:
 
 
 def seen(axis: Axis, query: int) -> range:
-    """Return the keys that a query sees, by coordinate; wrapped keys have coordinates beyond the end."""
+    """Return the coordinates of the keys that a query sees. Wrapped keys have coordinates outside the dimension."""
     group = query % axis.dilation
     length = group_length(axis.kv_extent, axis.dilation, group)
     start, end = window_bounds(axis.window, query // axis.dilation, length)
@@ -58,7 +58,7 @@ def test_halos_are_exact(split: tuple[Axis, int]) -> None:
         keys = [key for query in range(start, start + part) for key in seen(axis, query)]
         before, after = max(before, start - min(keys)), max(after, max(keys) + 1 - start - part)
     if axis.edges == "wrap":
-        # A single device receives no halos; in a ring of devices, each receives all of its halos.
+        # A single device receives no halos. In a ring, every device receives a halo on each side.
         before, after = (before, after) if parts > 1 else (0, 0)
         assert (halo.before, halo.after, halo.received) == (before, after, before + after)
         assert halo.is_gathered == (parts > 1 and before + after >= axis.kv_extent - part)
@@ -77,7 +77,7 @@ def test_queries_that_see_a_slab(split: tuple[Axis, int]) -> None:
     part, slabs = halo.part, halo.seen_slabs(axis)
 
     def sees(query: int, is_front: bool, distance: int) -> bool:
-        """Return True if, in any part, the query sees keys at this distance or farther."""
+        """Return True if, in at least one part, the query sees halo keys beyond the nearest ``distance`` keys."""
         rows = [(start, seen(axis, start + query)) for start in range(0, axis.kv_extent, part)]
         return any(
             min(keys) < start - distance if is_front else max(keys) >= start + part + distance for start, keys in rows
@@ -87,7 +87,7 @@ def test_queries_that_see_a_slab(split: tuple[Axis, int]) -> None:
         sides = [True, False] if slab.is_front is None else [slab.is_front]
         most = 0
         for is_front in sides:
-            ordered = range(part) if is_front else range(part - 1, -1, -1)  # nearest to this end of the part first
+            ordered = range(part) if is_front else range(part - 1, -1, -1)  # starting at this end of the part
             assert not any(sees(query, is_front, slab.distance) for query in ordered[slab.queries :])
             most = max(most, *(i + 1 for i, query in enumerate(ordered) if sees(query, is_front, slab.distance)))
         assert slab.queries == most
@@ -104,8 +104,9 @@ def test_halos_of_a_video() -> None:
     video = problem_of((30, 48, 80), (6, 12, 12), heads=24, head_dim=128)
     token, halo = 24 * 2 * 128 * 2, 6 + 5
     assert bytes_received(video, (1, 1, 1)) == 0
-    assert bytes_received(video, (1, 1, 2)) == 30 * 48 * 6 * token  # with two devices, each has a single neighbor
-    # Halos of a dimension include the halos of earlier dimensions, which transfers the corners.
+    assert bytes_received(video, (1, 1, 2)) == 30 * 48 * 6 * token  # each of two devices has one neighbor
+    # Halos are exchanged dimension by dimension. Each exchange includes the halos of earlier dimensions, and thereby
+    # the corners.
     assert bytes_received(video, (1, 4, 4)) == 30 * (halo * 20 + (12 + halo) * halo) * token
 
 
@@ -121,14 +122,14 @@ PARTS: dict[int, list[tuple[int, ...]]] = {
     2: [(4, 2), (2, 2), (2, 4), (8, 1), (1, 4)],
     3: [(2, 2, 2), (1, 2, 4), (2, 1, 2), (1, 1, 2)],
 }
-MOST_TOKENS = {1: 12, 2: 6, 3: 4}  # of a part, per dimension
+MOST_TOKENS = {1: 12, 2: 6, 3: 4}  # largest extent of a part, by rank
 _MOVED = re.compile(
     r"= (?:\()?\w+\[([\d,]*)\][^=]*? (collective-permute|all-gather|all-to-all|all-reduce)(?:-start)?\("
 )
 
 
 class Split(NamedTuple):
-    """A problem, the number of parts of each token dimension, and a tile."""
+    """A problem, the number of parts of each token dimension, and the shape of all tiles."""
 
     case: Case
     parts: tuple[int, ...]
@@ -136,7 +137,7 @@ class Split(NamedTuple):
 
     @classmethod
     def draw(cls, source: random.Random) -> Split:
-        """Draw a problem, with halos in three of four draws; plain attention, which gathers its tokens, is excluded."""
+        """Draw a problem that is not plain attention, which gathers its tokens. Three of four problems have halos."""
         has_halos = source.random() < 0.75
         while True:
             drawn = cls._draw(source)
@@ -149,7 +150,7 @@ class Split(NamedTuple):
         parts = source.choice(PARTS[rank])
         layout = tuple(source.randint(1, MOST_TOKENS[rank]) * each for each in parts)
         dilation = tuple(source.randint(1, max(1, min(3, extent // 2))) for extent in layout)
-        # Half of all windows are small, so that halos come from the adjacent parts only.
+        # Half of the draws limit windows to four keys, so that most of their halos come from adjacent parts only.
         most = [max(1, extent // d) for extent, d in zip(layout, dilation, strict=True)]
         kernel = tuple(source.randint(1, min(each, source.choice([4, each]))) for each in most)
         stride = tuple(source.randint(1, each) for each in kernel)
@@ -174,15 +175,16 @@ class Split(NamedTuple):
 
     @property
     def is_gathered(self) -> bool:
-        """True if some dimension's parts need all keys."""
+        """True if a part needs all keys of at least one dimension."""
         return any(halo.is_gathered for halo in self.halos)
 
     @property
     def calls(self) -> int:
-        """Return the number of kernel calls of an overlapped forward pass: for the device's keys, and for each slab."""
+        """Return the kernel calls in an overlapped forward pass: one for the local keys, and one per halo slab."""
         if self.is_gathered:
             return 1
-        # Two devices have a single halo each, or two in a ring, but run the same program.
+        # Each of two devices has one halo. One kernel call handles both cases, because all devices run the same
+        # program. In a ring, each device has two halos, and a call for each.
         return 1 + sum(
             1 if halo.parts == 2 and not halo.wraps else len(halo.slabs(halo.before)) + len(halo.slabs(halo.after))
             for halo in self.halos
@@ -190,7 +192,7 @@ class Split(NamedTuple):
         )
 
     def elements_sent(self) -> int:
-        """Return the number of key and value elements in the slabs of exact halos, dimension by dimension."""
+        """Return the number of key and value elements that a device sends if halos are as short as possible."""
         extents = [extent // each for extent, each in zip(self.case.layout, self.parts, strict=True)]
         total = 0
         for i, halo in enumerate(self.halos):
@@ -198,7 +200,8 @@ class Split(NamedTuple):
                 slabs = [halo.before, halo.after]
                 sent, received = sum(slabs), sum(slabs)
                 if halo.parts == 2 and all(slabs) and not halo.wraps:
-                    # Each of two devices sends in one direction only, in a single swap.
+                    # Two devices swap halos of equal length in a single permute, so each sends in one direction only.
+                    # The arrays have room for a halo on each side.
                     sent, received = max(slabs), 2 * max(slabs)
                 total += sent * math.prod(extents[:i] + extents[i + 1 :])
                 extents[i] += received
@@ -221,8 +224,8 @@ def test_tokens_stay_split(
 ) -> None:
     """Test random problems over up to eight devices.
 
-    Two of three problems overlap the halo exchange with compute, unless tokens are gathered. In half of these, keys and
-    values are sent together, as large arrays are.
+    Two of every three problems overlap the halo exchange with compute, unless tokens are gathered. One of these two
+    sends keys and values in a single exchange, which otherwise happens only for large arrays.
     """
     source = random.Random(len(mode))
     for number in range(count):
@@ -248,7 +251,7 @@ def test_tokens_of_chosen_problems_stay_split(name: str, set_gains: SetGains) ->
 
 
 def check(mode: str, backend: str, split: Split, overlaps: bool) -> None:
-    """Compare a problem on several devices with the oracle, and check transfer sizes and the number of kernel calls."""
+    """Compare results on several devices with the oracle, and check transfer sizes and the number of kernel calls."""
     case, names = split.case, NAMES[: len(split.parts)]
     mesh = mesh_of("Explicit" if mode == "Explicit" else "Auto", **dict(zip(names, split.parts, strict=True)))
     tokens = P(None, *names)
@@ -267,16 +270,16 @@ def check(mode: str, backend: str, split: Split, overlaps: bool) -> None:
         outputs, gradients = compiled(placed, put(cotangents, mesh, *tokens))
 
     assert max(errors(case, outputs, gradients, 0).values()) <= BOUNDS["float32"], split
-    if calls := forward.count('custom_call_target="natten_jax'):  # none in plain JAX
+    if calls := forward.count('custom_call_target="natten_jax'):  # plain JAX has no custom calls
         assert calls == (split.calls if overlaps else 1), split
-        # XLA of JAX 0.11 ends the process if the indices of a scatter are empty.
+        # No scatter may occur: the XLA of JAX 0.11 ends the process if a scatter's indices are empty.
         assert "stablehlo.scatter" not in lowered.as_text(), split
     for result in (*outputs, *gradients[:3]):
         assert result.sharding.is_equivalent_to(placed.query.sharding, result.ndim), split
     moved = [(kind, math.prod(map(int, shape.split(",")))) for shape, kind in _MOVED.findall(forward)]
     allowed = {"collective-permute", "all-gather"} if split.is_gathered else {"collective-permute"}
     assert {kind for kind, _ in moved} <= allowed, split
-    # Gradients of additional tokens, which all devices have, are summed; gradients of gathered tokens are scattered.
+    # Every device has a copy of the additional tokens, so their gradients are summed with an all-reduce.
     assert {kind for _, kind in _MOVED.findall(compiled.as_text() or "")} <= allowed | {"all-reduce"}, split
     if not split.is_gathered:
         sent = sum(elements for kind, elements in moved if kind == "collective-permute")

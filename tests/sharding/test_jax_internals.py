@@ -1,4 +1,4 @@
-"""Private JAX APIs behave as this package expects, and the package uses no others."""
+"""Private JAX APIs behave as this package expects, and only one module of the package uses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def asked_while_lowering(question: Any) -> tuple[Primitive, list[Any]]:
-    """Return an identity primitive, and a list of the answers that its lowering rule got."""
+    """Return an identity primitive and a list. Each lowering of the primitive appends ``question(ctx)`` to the list."""
     primitive, answers = Primitive("asks"), []
     primitive.def_abstract_eval(lambda x: x)
 

@@ -1,4 +1,4 @@
-"""Operators and modules while a device mesh is set, on arrays that are not sharded over it."""
+"""Operators and modules on unsharded arrays while a device mesh is set, and manual mesh axes of results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def both(case: Case, family: Family) -> Callable[..., Any]:
 
 @on_each_mesh
 def test_operators_on_unsharded_arrays(family: Family, axis_type: str) -> None:
-    """Test meshes of one device; test_sharding covers several devices."""
+    """Test meshes of one device. Meshes of several devices are tested in test_sharding."""
     mesh, dtype = mesh_of(axis_type, d=1), family.dtype
     cases = CASES if family.target else CASES[::2]  # plain JAX is slow to compile
     given = [(case.operands(dtype, 0), case.cotangents(dtype, 0)) for case in cases]

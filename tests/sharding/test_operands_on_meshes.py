@@ -30,7 +30,7 @@ _BACKEND_CASES = (
 
 
 def axes_of(operand: Any, array: jax.Array, split: dict[str, str]) -> list[str | None]:
-    """Return mesh axes for an operand's dimensions of even extent, each axis once."""
+    """Return the mesh axis of each dimension of an operand. Odd extents are not split, and no axis occurs twice."""
     axes: list[str | None] = []
     for letter, extent in zip(operand.axes, array.shape, strict=True):
         axis = split.get(letter)

@@ -1,4 +1,4 @@
-"""Parts of a layout, as the devices of a mesh hold them: kernels get the origins of their arrays within the layout."""
+"""Kernels on one part of a layout, such as a device's shard. The origins of queries and keys are operands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.plans import plans_of
 @pytest.mark.parametrize("keys", [(4, 5), (3, 6)])
 @pytest.mark.parametrize("additional", [0, 3])
 def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, int], additional: int) -> None:
-    """The part lacks keys in the dilation groups of some or all queries."""
+    """Test parts that contain no key of a query's dilation group, for some queries or for all."""
     first, end = keys
     dtype = native_family.dtype
     problem = problem_of(
@@ -36,7 +36,7 @@ def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, i
     cotangents = Cotangents(cotangent, jnp.zeros((1, 4, 2), jnp.float32))
     gradients = backend.backward(plans["backward"], operands, saved, cotangents)
 
-    # Queries 0 to 3 see keys 0 and 5, 1 and 6, and so on.
+    # Query 0 sees keys 0 and 5, query 1 sees keys 1 and 6, and so on, as far as the part contains these keys.
     is_seen = np.array([[first <= key < end and key % 5 == query for key in range(first, end)] for query in range(4)])
     has_keys = is_seen.any(1) | (additional > 0)
     lse = np.asarray(saved.logsumexp)[0]

@@ -1,4 +1,4 @@
-"""Several processes, each with separate devices, that train together as a single process would."""
+"""Train in several processes with separate devices, and compare with training in a single process."""
 
 from __future__ import annotations
 

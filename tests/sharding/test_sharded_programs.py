@@ -1,4 +1,4 @@
-"""Shardings that cannot be kept, transformations and mapped axes of sharded arrays, and the compilation cache."""
+"""Sharded arrays: unsupported shardings, transformations, mapped axes, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_unsupported_shardings_are_gathered_with_a_warning(mode: str) -> None:
             placed = put(given, mesh, *spec)
             with pytest.warns(UserWarning, match=f"gathers query.*{said}.*batch and heads can stay split") as told:
                 found = jax.jit(function)(*placed)
-            # JAX 0.10 partitions without the stack frames of the caller.
+            # JAX 0.10 partitions without the caller's stack frames, so its warnings name "sys" instead of this file.
             assert {each.filename for each in told} in ({__file__}, {"sys"})
             assert_close(found, jax.jit(function)(*given))
             with warnings.catch_warnings():
@@ -58,7 +58,7 @@ def test_unsupported_shardings_are_gathered_with_a_warning(mode: str) -> None:
             warnings.simplefilter("error")
             for spec in (SPLIT, P("x", "y"), P(None, None, "y", "x")):
                 assert_close(jax.jit(attend)(*put(arrays, mesh, *spec)), expected)
-        # Keys and values take the sharding of the query.
+        # Keys and values are resharded like the query if their shardings differ from it.
         heads = P(None, None, None, "x"), P(None, None, None, "y")
         for specs in ((P("x"), heads[1], P()), (P(), P("x"), P("y")), (heads[0], P("y"), P())):
             placed = [put(array, mesh, *spec) for array, spec in zip(arrays, specs, strict=True)]
@@ -76,7 +76,7 @@ def test_transformations_of_split_arrays() -> None:
     alone = jnp.stack([attend(*[array[i] for array in stacked]) for i in range(2)])
     mapped = jax.jit(lambda *arrays: jax.lax.map(lambda each: attend(*each), arrays))
     assert_close(mapped(*put(stacked, mesh, None, *SPLIT)), alone)
-    split = put(stacked, mesh, "y", "x")  # a sharded mapped axis
+    split = put(stacked, mesh, "y", "x")  # axis 0, the mapped axis, is sharded
     compiled = jax.jit(jax.vmap(attend)).lower(*split).compile()
     text = compiled.as_text() or ""
     assert not [kind for kind in ("all-gather", "all-to-all", "collective-permute") if kind in text]
@@ -91,7 +91,7 @@ def test_transformations_of_split_arrays() -> None:
 
 Function = Callable[..., Any]
 TILES = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
-#: Sharding of keys and values with dimensions mapped axis, batch and tokens: tokens are sharded.
+#: Sharding of arrays ``[mapped axis, batch, *tokens, heads, head_dim]``: the first token dimension is sharded.
 WHOLE = P(None, None, "x")
 
 
@@ -118,7 +118,7 @@ def moved(function: Function) -> Function:
 def test_mapped_calls_whose_tokens_are_split(
     backend: str, overlaps: bool, set_gains: Callable[[Callable[..., bool]], None]
 ) -> None:
-    """Plain JAX gets its halos before it computes."""
+    """Only the CPU kernels are tested with overlap, because plain JAX always receives its halos before it computes."""
     set_gains(lambda *_: overlaps)
     window: dict[str, Any] = {"kernel_size": 3, "backend": backend}
     window |= dict.fromkeys(TILES, (1, 1)) if backend.startswith("cpu") else {}

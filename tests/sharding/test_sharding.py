@@ -1,4 +1,4 @@
-"""Operators on sharded arrays: arrays are not gathered, results stay sharded and equal a single device's."""
+"""Operators on sharded arrays: no array is gathered, and results are sharded and equal the results on one device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.support.meshes import put
 from tests.support.problems import QUICK_COMPILATION
 
 OPERATORS = ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha", "merge")
-#: Plain attention uses the code path of neighborhood attention, so it is tested in fewer modes.
+#: Plain attention is tested in fewer modes, because it uses the code path of neighborhood attention.
 ATTENTION_MODES = ("Auto", "Explicit", "Auto+Manual")
-#: Splits of heads into more parts than there are key/value heads: gradients of replicas are summed over devices.
+#: Splits in which several devices use the same key/value head: its gradients are summed over these devices.
 REDUCING = ("groups that are split", "groups across parts", "one key/value head")
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
 BATCH = 8
@@ -38,7 +38,10 @@ TYPES = {
 
 
 class Split(NamedTuple):
-    """Mesh axes of a call's dimensions: ``x`` has four devices, ``y`` two."""
+    """Head counts of a call, and the mesh axes over which its dimensions are split.
+
+    Mesh axis ``x`` has four devices, ``y`` has two.
+    """
 
     batch: Any
     heads: Any
@@ -65,7 +68,8 @@ SPLITS = {
     "one key/value head": Split("y", "x", 4, 1),
     "nothing": Split(None, None, 4, 2),
 }
-#: Splits tested with plain JAX, which XLA compiles slowly, and splits tested with all functions.
+#: Splits that are tested with plain JAX, and those of them that are tested with all functions. The others are left out
+#: because XLA compiles plain JAX slowly.
 FEW = ("both", "groups", "groups that are split")
 THOROUGH = ("both", "groups that are split")
 THOROUGH_MODES = ("Auto", "Explicit", "Manual", "Auto+Manual")
@@ -74,14 +78,14 @@ GRADIENTS = ("gradient", "vmap", "remat")
 
 
 def splits_of(mode: str, what: str) -> list[str]:
-    """Return the splits to test in a mode."""
+    """Return the names of the splits to test for an operator in a mode."""
     if what.startswith("flex"):
         return [name for name in splits_of(mode, what.replace("flex", "cpu")) if name in FEW]
     if what == "merge":
         return ["both", "one key/value head", "nothing"] if "Manual" not in mode else ["both", "nothing"]
-    if "Manual" in mode:  # callers split key/value heads as query heads
+    if "Manual" in mode:  # inside shard_map, heads and key/value heads have the same split
         return [name for name, split in SPLITS.items() if split.heads in (None, split.heads_kv_axes)]
-    if mode == "Auto+Explicit":  # array types list explicit axes before automatic axes
+    if mode == "Auto+Explicit":  # array types list y (explicit) before x (automatic)
         return [name for name, split in SPLITS.items() if not isinstance(split.batch or split.heads, tuple)]
     return list(SPLITS)
 
@@ -110,7 +114,7 @@ def operator_of(what: str, backend: str) -> Callable[..., Any]:
 
 
 def functions(operator: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Return functions of an operator, by name."""
+    """Return the functions to test by name: the operator itself, its gradient, and transformations of both."""
 
     def loss(query: Any, key: Any, value: Any) -> Any:
         out, lse = operator(query, key, value)
@@ -140,7 +144,7 @@ def arrays_of(split: Split) -> list[jax.Array]:
 
 
 def collectives(compiled: jax.stages.Compiled) -> set[str]:
-    """Return the kinds of collectives in a program."""
+    """Return the kinds of collectives that a program contains."""
     text = compiled.as_text() or ""
     return {kind for kind in COLLECTIVES if re.search(rf" {kind}(?:-start)?\(", text)}
 
@@ -149,19 +153,19 @@ ALL_KINDS = ("forward", "gradient", "vmap", "remat", "scan")
 
 
 def kinds_of(mode: str, name: str, what: str) -> tuple[str, ...]:
-    """Return the functions of an operator that one program computes: fewer for plain JAX."""
+    """Return the names of the functions to test. For most splits with plain JAX, these are only the first two."""
     is_quick = not what.startswith("flex") or (name in THOROUGH and what == "flex-fna" and mode in THOROUGH_MODES)
     return ALL_KINDS if is_quick else ALL_KINDS[:2]
 
 
 def all_of(what: str, kinds: tuple[str, ...], backend: str | None = None) -> Callable[..., dict[str, Any]]:
-    """Combine these functions of an operator into one."""
+    """Return a function that computes the results of the named functions of an operator, by name."""
     each = functions(operator_of(what, backend or what))
     return lambda *arrays: {kind: each[kind](*arrays) for kind in kinds}
 
 
 def within_shard_map(mode: str, mesh: Any, split: Split, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function in ``shard_map``, as users do who shard arrays manually."""
+    """Wrap a function in ``shard_map`` over the mesh axes that are manual in this mode."""
     names = {"x"} if mode == "Auto+Manual" else {"x", "y"}
 
     def manual(axis: Any) -> Any:
@@ -187,8 +191,8 @@ def within_shard_map(mode: str, mesh: Any, split: Split, function: Callable[...,
 
 @functools.cache
 def single_device_result(name: str, what: str, kinds: tuple[str, ...]) -> Any:
-    """Return the results of a single device, for all modes."""
-    # Plain JAX is compared with the CPU kernels; in a build without them, with itself on a single device.
+    """Return the results on a single device. All modes are compared with these results, so they are cached."""
+    # The reference for plain JAX is the CPU kernels or, in a build without them, plain JAX on a single device.
     reference = what if native.path() is None else what.replace("flex", "cpu")
     return jax.jit(all_of(what, kinds, reference), compiler_options=QUICK_COMPILATION)(*arrays_of(SPLITS[name]))
 
@@ -197,7 +201,7 @@ SIZES = {"x": 4, "y": 2}
 
 
 def shard_of(split: Split, shape: tuple[int, ...], is_mapped: bool, is_key: bool) -> tuple[int, ...]:
-    """Return the shape of a result on a device."""
+    """Return the shape of each device's shard of a result."""
     shard = list(shape)
     for dimension, axes in ((0, split.batch), (2, split.heads_kv_axes if is_key else split.heads)):
         for name in axes if isinstance(axes, tuple) else (axes,):
@@ -206,7 +210,7 @@ def shard_of(split: Split, shape: tuple[int, ...], is_mapped: bool, is_key: bool
 
 
 def check(mode: str, mesh: Mesh, name: str, what: str) -> None:
-    """Compare all functions of an operator for a split with the results of a single device."""
+    """Compare an operator's functions on split arrays with their results on a single device."""
     split, kinds = SPLITS[name], kinds_of(mode, name, what)
     specs = [split.query(), split.key(), split.key()]
     placed = [put(array, mesh, *spec) for array, spec in zip(arrays_of(split), specs, strict=True)]
@@ -224,12 +228,12 @@ def check(mode: str, mesh: Mesh, name: str, what: str) -> None:
             note = f"{mode} {name} {kind} {position}"
             np.testing.assert_allclose(one, other, rtol=0, atol=0 if is_bitwise else 2e-5, err_msg=note)
             is_key = kind in GRADIENTS and position > 0
-            if not (is_key and what == "merge"):  # key gradients are zero: only the query is merged
+            if not (is_key and what == "merge"):  # merging reads no keys
                 assert one.sharding.shard_shape(one.shape) == shard_of(split, one.shape, kind == "vmap", is_key), note
 
 
 def is_core(what: str, mode: str) -> bool:
-    """Return False for the combinations that only a full run tests."""
+    """Return True for the combinations that every run tests. Only a full run tests the others."""
     return (
         mode in ("Auto", "Explicit", "Auto+Manual")
         and not what.endswith("fmha")
