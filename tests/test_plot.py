@@ -1,4 +1,4 @@
-"""Plots of windows: the plotted mask compared with the oracle's, and the plotted shapes."""
+"""Plots of windows: compare the plotted mask with the oracle's mask, and count the plotted cells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_mask_is_that_of_the_definition(layout, window):
 
 
 def cells_of(patch) -> int:
-    """Return the number of cells in a shape; each cell has five points."""
+    """Return the number of cells in a drawn shape. Its path has five points per cell."""
     return len(patch.get_path().codes) // 5
 
 
@@ -42,7 +42,7 @@ def test_cells_that_are_drawn():
     axes = plot_window((6, 7), (2, 3), kernel_size=3, stride=2)
     unseen, seen, query = (cells_of(patch) for patch in axes.patches)
     assert (unseen, seen, query) == (33, 9, 1)
-    (sharing,) = axes.lines  # two by two queries share a window, including the query itself
+    (sharing,) = axes.lines  # the three other queries that share the window
     assert sorted(map(tuple, np.asarray(sharing.get_xydata()).tolist())) == [(2, 2), (2, 3), (3, 3)]
     assert axes.get_title() == "kernel_size=3, stride=2"
     axes = plot_window((2, 6, 7), (1, 2, 3), kernel_size=(1, 3, 5), is_causal=(True, False, False), title="")

@@ -1,4 +1,4 @@
-"""Compare rotary embeddings with rotations of complex numbers."""
+"""Compare rotary embeddings with multiplications by complex numbers of magnitude 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from natten_jax.rotary import apply_rotary, rotary_angles
 
 
 def expected_angles(layout, features, theta=10000.0, positions=None):
-    """Compute the angles token by token, in float64."""
+    """Compute the expected angles token by token, in float64."""
     angles = np.zeros((*layout, sum(features) // 2))
     for token in np.ndindex(*layout):
         places = token if positions is None else [line[x] for line, x in zip(positions, token, strict=True)]

@@ -1,4 +1,4 @@
-"""Compare the window arithmetic, in Python and in C++, with the oracle's definition."""
+"""Compare the window arithmetic in Python with the oracle's definition, and that in C++ with that in Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from natten_jax.native import module as native
 from natten_jax.windows import EDGES, Edge, Window
 from tests.support import oracle
 
-#: ``length, kernel_size, stride``, causality or edges, and the keys that each query sees.
+#: Number of tokens, ``kernel_size``, ``stride``, causality or edge mode, and the keys that each query sees.
 EXAMPLES: list[tuple[int, int, int, bool | Edge, str]] = [
     (8, 3, 1, False, "012 012 123 234 345 456 567 567"),
     (8, 4, 1, False, "0123 0123 0123 1234 2345 3456 4567 4567"),
@@ -43,7 +43,7 @@ LARGEST = 24
 
 
 def parameters(length: int) -> Iterator[Window]:
-    """Return every window of a line."""
+    """Yield every window for a dilation group of ``length`` tokens."""
     for kernel_size in range(1, length + 1):
         for stride in range(1, kernel_size + 1):
             yield Window(kernel_size, stride, True)
@@ -52,12 +52,12 @@ def parameters(length: int) -> Iterator[Window]:
 
 
 def mask_around(start: Any, end: Any, length: int) -> np.ndarray:
-    """Return ``[rows, length]``, the number of times that a column lies in a row's wrapped range."""
+    """Return ``[rows, length]``: how often the row's range, wrapped around, contains the column."""
     return np.sum([mask_of_bounds(start, end, length, shift) for shift in (-length, 0, length)], axis=0)
 
 
 def mask_of_bounds(start: Any, end: Any, length: int, shift: int = 0) -> np.ndarray:
-    """Return ``[rows, length]``, True for columns in a row's range; columns are shifted by ``shift``."""
+    """Return ``[rows, length]``: True if the row's range contains ``column + shift``."""
     columns = np.arange(length) + shift
     return (np.asarray(start)[:, None] <= columns) & (columns < np.asarray(end)[:, None])
 
@@ -84,14 +84,14 @@ def test_windows_and_their_inverse_are_the_definition(length: int) -> None:
         mask_from_bounds = mask_around if window.edges == "wrap" else mask_of_bounds
         np.testing.assert_array_equal(mask_from_bounds(start, end, length), mask)
         np.testing.assert_array_equal(mask_from_bounds(first, last, length), mask.T)
-        # Ends are monotonic, and every token is seen.
+        # Starts and ends of ranges never decrease, every window contains its query, and every key is seen by a query.
         assert (np.diff([start, end, first, last]) >= 0).all()
         assert (start <= index).all() and (index < end).all() and (first < last).all()
         if window.edges != "wrap":
             assert (start >= 0).all() and (end <= length).all() and (first >= 0).all() and (last <= length).all()
         if window.edges != "cut" and not window.is_causal:
             assert (end - start == window.kernel_size).all()
-        if window.edges == "wrap":  # keys repeat, and so do the queries that see them
+        if window.edges == "wrap":  # inverse windows repeat with period ``length``
             for round_ in (-2, -1, 1, 2):
                 again = windows.inverse_window_bounds(window, index + round_ * length, length, length)
                 np.testing.assert_array_equal(again, np.array([first, last]) + round_ * length)
@@ -118,7 +118,7 @@ def test_group_length_counts_the_tokens_of_a_dilation_group(extent: int, dilatio
 
 @st.composite
 def lines(draw: st.DrawFn, largest: int) -> tuple[Window, int, int]:
-    """Draw a window, and index and length in a dilation group."""
+    """Draw a window, the index of a token in its dilation group, and the number of tokens in this group."""
     extent = draw(st.integers(1, largest))
     dilation = draw(st.one_of(st.just(1), st.integers(1, extent)))
     group = draw(st.integers(0, dilation - 1))
@@ -132,7 +132,7 @@ def lines(draw: st.DrawFn, largest: int) -> tuple[Window, int, int]:
 
 @given(lines(2**40))
 def test_a_long_line_agrees_with_its_inverse(line: tuple[Window, int, int]) -> None:
-    """Tests tokens just inside and just outside both ends of a window, and of an inverse window."""
+    """Test the tokens just inside and just outside both ends of a window and of an inverse window."""
     window, index, length = line
 
     def sees(query: int, key: int) -> bool:
@@ -178,24 +178,24 @@ def test_jax_and_numpy_agree(length: int) -> None:
 
 @functools.cache
 def compiled() -> Any:
-    """Return the native module."""
+    """Import and return the native module."""
     assert native.load_error is None, native.load_error
     return importlib.import_module("natten_jax._native")
 
 
 def native_facts(window: Window) -> tuple[int, int, int]:
-    """Return extent, stride and ``Ends`` as in csrc/include/natten_jax/windows.h."""
+    """Return window size, stride and the value of the enum ``Ends`` in csrc/include/natten_jax/windows.h."""
     return window.kernel_size, window.stride, 1 if window.is_causal else {"shift": 0, "cut": 2, "wrap": 3}[window.edges]
 
 
 def same_window(window: Window, index: int, length: int) -> None:
-    """Compare a query's window with the native implementation."""
+    """Check that the native implementation returns the same window of a query as Python."""
     expected = tuple(map(int, windows.window_bounds(window, index, length)))
     assert tuple(compiled().window_bounds(index, length, *native_facts(window))) == expected, (window, index, length)
 
 
 def same_inverse_window(window: Window, index: int, queries: int, keys: int) -> None:
-    """Compare the queries that see a key with the native implementation."""
+    """Check that the native implementation returns the same inverse window of a key as Python."""
     expected = tuple(map(int, windows.inverse_window_bounds(window, index, queries, keys)))
     found = tuple(compiled().inverse_window_bounds(index, queries, keys, *native_facts(window)))
     assert found == expected, (window, index, queries, keys)

@@ -1,1 +1,1 @@
-"""Shared test code: the oracle, test problems and their arrays, backend families, and programs run in new processes."""
+"""Code shared by tests: the oracle, test problems with inputs, backend families, and programs in separate processes."""

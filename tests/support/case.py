@@ -1,4 +1,4 @@
-"""Test problems: their description and their inputs."""
+"""Descriptions of test problems, and random inputs for them."""
 
 from __future__ import annotations
 
@@ -38,21 +38,23 @@ class Case:
         head_dim: Head dimension of query and key.
         head_dim_v: Head dimension of value. ``None`` is ``head_dim``.
         scale: Scale of the logits. ``None`` is the default.
-        scales: Scale as an array operand, used instead of ``scale``: one value per query head, or a single value for a
-            scalar array.
+        scales: Values of a scale that is passed as an array instead of ``scale``: one value per query head, or one
+            value, which is passed as a scalar array.
         additional: Number of additional key/value tokens.
-        fused: Value of ``try_fuse_additional_kv``: process additional tokens in the same kernel.
-        queries: Number of query tokens of plain attention. ``layout`` then is the layout of the keys.
+        fused: Value of ``try_fuse_additional_kv``: True to process additional tokens in the same kernel.
+        queries: Number of query tokens. If it is given, the problem is plain attention, and ``layout`` contains the
+            number of keys.
         box: Extents of the query box within the layout.
-        origins: Origin of the query box, shared by all batch entries or per batch entry.
-        extents: Valid extents of the layout per batch entry; the rest is padding, filled with NaN. In plain attention:
-            the number of valid keys.
+        origins: Origins of the query box: one for all batch entries, or one per batch entry.
+        extents: Valid extents of the layout, per batch entry. Tokens beyond these extents are padding, filled with NaN.
+            In plain attention, the extent is the number of valid keys.
         query_lengths: Number of valid queries of plain attention, per batch entry.
-        upsample: Number of queries per key, along each dimension.
+        upsample: Number of queries per key in each dimension.
         relative_bias: True to add a relative bias to the logits.
-        table_size: ``kernel_size`` of the relative bias table, if windows are clamped to a smaller size.
+        table_size: Window size for which the relative bias table is made. Needed if the window is clamped to a smaller
+            size. ``None`` is ``kernel_size``.
         key_bias: Key bias: ``"tokens"`` shares it among heads, ``"heads"`` has one per head, ``None`` adds no key bias.
-        hidden: Fraction of the key biases that is ``-inf``.
+        hidden: Fraction of the key biases that are ``-inf``, which masks out these keys.
         sinks: True to add an attention sink per head.
     """
 
@@ -92,7 +94,7 @@ class Case:
 
     @property
     def is_placed(self) -> bool:
-        """True if queries have origins, extents, lengths or upsampling."""
+        """True if the problem has query origins, valid extents, query lengths or upsampling."""
         return any(each is not None for each in (self.origins, self.extents, self.query_lengths, self.upsample))
 
     @property
@@ -100,7 +102,7 @@ class Case:
         return self.extents is not None or self.query_lengths is not None
 
     def entry_facts(self) -> list[tuple[Shape, Shape]]:
-        """Return origin and extents of each batch entry, with defaults filled in."""
+        """Return the query origin and the valid extents of each batch entry, with defaults filled in."""
         origins = self.origins or ((0,) * self.rank,)
         origins = origins if len(origins) == self.batch else origins * self.batch
         return list(zip(origins, self.extents or (self.layout,) * self.batch, strict=True))
@@ -150,12 +152,12 @@ class Case:
         }
 
     def with_heads(self, heads: int, heads_kv: int) -> Case:
-        """Return the problem with other head counts; the given scales are repeated cyclically over the heads."""
+        """Return the problem with other head counts. Scales per head are repeated cyclically."""
         scales = self.scales if self.scales is None or len(self.scales) == 1 else (self.scales * heads)[:heads]
         return dataclasses.replace(self, heads=heads, heads_kv=heads_kv, scales=scales)
 
     def fitted(self, family: Family) -> Case:
-        """Return the problem with head dimensions rounded up to multiples that the family supports."""
+        """Return the problem with each head dimension rounded up to a multiple that the family supports."""
         step = family.head_dim_step
 
         def fit(width: int) -> int:
@@ -165,11 +167,12 @@ class Case:
         return dataclasses.replace(self, head_dim=fit(self.head_dim), head_dim_v=head_dim_v)
 
     def with_edges_of(self, family: Family, *, is_direct: bool = False) -> Case:
-        """Return the problem with unsupported edge modes replaced.
+        """Return the problem with edge modes that the family supports.
 
         Args:
             family: The family that runs the problem.
-            is_direct: True for direct calls of the backend, which do not wrap by strips. The operators do.
+            is_direct: True for direct calls of the backend. Only operators compute wrapped keys in separate calls,
+                which some backends need.
         """
         if self.edges is None:
             return self
@@ -207,7 +210,7 @@ class Case:
         return mask
 
     def place_arguments(self) -> dict[str, Any]:
-        """Return the arguments that place tokens: origins, lengths, extents and upsampling."""
+        """Return the operator arguments for positions of tokens: origins, lengths, extents and upsampling."""
         given: dict[str, Any] = {}
         if self.origins is not None:
             per_entry = len(self.origins) > 1
@@ -251,7 +254,7 @@ class Case:
         return self.padded_with(math.nan, drawn)
 
     def padded_with(self, number: float, operands: oracle.Tensors) -> oracle.Tensors:
-        """Return the operands with all padding set to a number."""
+        """Return the operands with all elements of padding tokens set to a number."""
         if not self.is_padded:
             return operands
         real_queries, real_keys = (each[..., None, None] for each in (self.real_queries(), self.real_keys()))
@@ -309,7 +312,7 @@ class Case:
         return out.astype(jnp.dtype(dtype)), lse.astype(lse_dtype(dtype))
 
     def operator(self, backend: str | None = None, **arguments: Any) -> Callable[[oracle.Tensors], tuple[Any, Any]]:
-        """Return the public function for this problem: it maps operands to output and logsumexp."""
+        """Return a function that calls the public operator: it maps operands to output and logsumexp."""
 
         def run(operands: oracle.Tensors) -> tuple[Any, Any]:
             query, key, value, additional_keys, additional_values, scale, *terms = operands

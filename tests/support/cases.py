@@ -1,4 +1,4 @@
-"""Test problems: random ones, one per feature, and plain attention."""
+"""Test problems: random problems, problems of one feature each, and plain attention."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.support.problems import Case
 
 
 def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None) -> Case:
-    """Draw a problem from everything the operators accept, with at most ``tokens`` tokens.
+    """Draw a problem with random operator arguments and at most ``tokens`` tokens.
 
-    By default the limit is 120 tokens, or 480 in a quarter of the problems.
+    The default limit is 480 tokens for a quarter of the problems, and 120 tokens for the others.
     """
     rng = np.random.default_rng([seed, 2])
     rank = int(rng.integers(1, 4)) if rank is None else rank
@@ -64,7 +64,7 @@ def random_case(seed: int, *, rank: int | None = None, tokens: int | None = None
 
 
 def as_attention(rng: np.random.Generator, case: Case, most: int) -> Case:
-    """Return a plain attention problem of random lengths, with the heads of ``case``."""
+    """Return a plain attention problem with random numbers of queries and keys, and the heads of ``case``."""
     queries, keys = (int(n) for n in rng.integers(1, most, 2))
     facts: dict[str, Any] = dict.fromkeys(("kernel_size", "stride", "dilation", "edges"))
     facts |= {"queries": queries, "is_causal": (bool(rng.random() < 0.5),), "additional": 0, "fused": False}
@@ -78,7 +78,7 @@ def _random_scales(rng: np.random.Generator, case: Case) -> tuple[float, ...]:
 
 
 def _fitting_edge(edge: Edge, extent: int, window: tuple[int, int, int, bool]) -> Edge:
-    """Return ``edge`` if the dimension supports it, otherwise a supported edge mode."""
+    """Return ``edge`` if the dimension supports it. Otherwise return a supported edge mode."""
     _, _, dilation, is_causal = window
     if is_causal:
         return "shift"
@@ -106,7 +106,7 @@ def _random_window(rng: np.random.Generator, extent: int) -> tuple[int, int, int
 
 
 def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str, Any]:
-    """Draw tile arguments: defaults, tiles from the configuration queries, or any small tiles the backend accepts."""
+    """Draw tile arguments: none, tiles that the configuration queries list, or small tiles that the backend accepts."""
     rng = np.random.default_rng([seed, 3])
     source = rng.choice(["none", "listed", "any"])
     if source == "none":
@@ -134,7 +134,7 @@ def random_tiles(case: Case, family: Family, dtype: str, seed: int) -> dict[str,
 
 
 def feature_cases() -> dict[str, Case]:
-    """Return problems by name; each exercises one feature or one known pitfall."""
+    """Return problems by name. Each problem tests one feature or one known pitfall."""
     return {
         "window-odd": Case((37,), (7,)),
         "window-even": Case((37,), (8,)),

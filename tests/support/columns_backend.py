@@ -1,4 +1,4 @@
-"""The CPU kernels as a backend that takes key biases as extra head-dimension columns, as GPU kernels do."""
+"""A CPU backend whose caller encodes key biases in extra columns of queries and keys, as for some GPU kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_HEAD_DIM = 64
 
 
 class ColumnsBackend(CpuBackend):
-    """Supports head dimensions that are multiples of 8, and takes key biases as extra columns."""
+    """CPU kernels restricted to head dimensions in multiples of 8, and to key biases in extra columns."""
 
     family = "columns"
     capabilities = dataclasses.replace(

@@ -13,7 +13,7 @@ from natten_jax.backends.base import Backend, Capabilities
 from natten_jax.performance import KernelSchedule
 from natten_jax.plan.devices import Device
 
-#: Bounds of ``||result - reference|| / ||reference||`` for outputs, logsumexp and gradients, by element type.
+#: Upper bounds of ``||result - reference|| / ||reference||`` for outputs, logsumexp and gradients, by element type.
 BOUNDS: Mapping[str, float] = MappingProxyType({"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3, "float64": 1e-13})
 
 #: The 8-bit element types.
@@ -21,7 +21,7 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def tile_pair(config: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return query and key/value tile of a configuration, with or without a kernel schedule."""
+    """Return the query tile and the key/value tile of a configuration, which may also contain a kernel schedule."""
     return config[0] if isinstance(config[1], KernelSchedule) else config
 
 
@@ -33,9 +33,10 @@ class Family:
         backend: The registered backend.
         dtypes: Element types that it supports. Most tests use the first.
         problems: Default number of random problems per test, limited by compile time.
-        at_once: Number of problems per compiled program. Compile time of plain JAX grows faster than the program: 15
-            padded problems take 8.5 s of CPU time individually, and 10.6 s in two programs. For kernel calls, large
-            programs are cheaper per call: 125 problems take 11.5 s in programs of 5, and 9.1 s in programs of 20.
+        at_once: Number of problems per compiled program. For plain JAX, compile time grows faster than the number of
+            problems: 15 padded problems take 8.5 s of CPU time in 15 programs, and 10.6 s in two. For kernel calls,
+            large programs are cheaper per problem: 125 problems take 11.5 s in programs of 5 problems, and 9.1 s in
+            programs of 20.
     """
 
     backend: Backend
@@ -46,7 +47,7 @@ class Family:
     @classmethod
     def for_backend(cls, backend: Backend) -> Family:
         """Return the family of a backend with the test settings that suit it."""
-        # GPU backends without float32 kernels are tested in bfloat16 first: 16-bit kernels are faster.
+        # Most tests use only the first type.
         first = "bfloat16" if "float32" not in backend.capabilities.dtypes else "float32"
         dtypes = first, *(dtype for dtype in backend.capabilities.dtypes if dtype != first)
         on_host = backend.capabilities.platform is not None and backend.capabilities.platform.name == "cpu"
@@ -64,32 +65,32 @@ class Family:
 
     @property
     def needs_gpu(self) -> bool:
-        """True if its tests are marked ``gpu``."""
+        """True if the family's tests are marked ``gpu``."""
         return self.capabilities.platform is not None and self.capabilities.platform.name != "cpu"
 
     def runs_on(self, device: Device) -> bool:
-        """Return True if the family has kernels for a device, or is plain JAX, which runs on all devices."""
+        """Return True if the family has kernels for a device. Plain JAX runs on all devices."""
         return self.capabilities.platform is None or self.capabilities.platform.has(device)
 
     @property
     def target(self) -> str | None:
-        """Prefix of this library's custom calls that the family compiles to, or ``None`` without custom calls."""
+        """Prefix of the names of the family's custom call targets, or ``None`` if the family uses no custom calls."""
         targets = self.capabilities.targets.get("forward", ())
         return targets[0].removesuffix("_forward") if targets else None
 
     @property
     def head_dim_step(self) -> int:
-        """The head dimension must be a multiple of this."""
+        """The family supports head dimensions that are multiples of this number."""
         return self.capabilities.head_dim_step
 
     @property
     def float8_dtypes(self) -> tuple[str, ...]:
-        """The 8-bit element types that it accepts, natively or by conversion."""
+        """The 8-bit element types that the family accepts, natively or by conversion."""
         return FLOAT8 if self.capabilities.converts_float8_to is not None else tuple(self.capabilities.float8_dtypes)
 
     @property
     def rounds_weights(self) -> bool:
-        """True if attention weights of 8-bit arrays are also rounded to 8 bits, as the inputs of matrix units are."""
+        """True if kernels for 8-bit arrays round attention weights to 8 bits, for products with 8-bit values."""
         return self.capabilities.converts_float8_to is None
 
     @property
@@ -98,7 +99,7 @@ class Family:
         return self.dtypes[0]
 
     def query(self, operator: str, pass_: str) -> Callable[..., Any]:
-        """Return the public function that lists the tiles of a pass for ``"fna"`` or ``"fmha"``."""
+        """Return the public function that lists the tiles of a pass. The operator is ``"fna"`` or ``"fmha"``."""
         infix = "bwd_" if pass_ == "backward" else ""
         return getattr(natten_jax, f"get_{infix}configs_for_{self.capabilities.query_family or self.name}_{operator}")
 
@@ -109,12 +110,12 @@ class Family:
 
     @property
     def fmha(self) -> str:
-        """Name of the attention backend."""
+        """Name of the plain attention backend."""
         return f"{self.name}-fmha"
 
 
-#: The interpreter runs these kernels in tests/backends, and as a family with a plugin
-#: (tests/support/interpreted_tpu_family.py).
+#: Families that are not tested on a device. Tests in tests/backends interpret their kernels. The pytest plugin
+#: tests/support/interpreted_tpu_family.py adds interpreted TPU kernels as a family.
 INTERPRETED = ("tpu",)
 FAMILIES = tuple(Family.for_backend(backend) for backend in backends.registered() if backend.family not in INTERPRETED)
 

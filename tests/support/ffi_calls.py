@@ -1,4 +1,4 @@
-"""The custom call targets, and a small direct FFI call of each."""
+"""The custom call targets, and a small valid FFI call of each target."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import natten_jax  # noqa: F401  # registers the targets
 PROBLEM_OPERANDS = ("query", "key", "value", "additional_keys", "additional_values", "origins", "scales")
 #: Arrays that the CPU kernels add to the logits.
 BIASES = ("relative_bias", "key_bias")
-#: Fields of the attribute ``axes`` for each of three token dimensions, in this order.
+#: Fields of the attribute ``axes``, in order. Each of the three token dimensions has all these fields.
 AXIS_FIELDS = ("query_extent", "kv_extent", "kernel_size", "stride", "dilation", "ends")
 GRADIENTS = tuple(f"d{name}" for name in PROBLEM_OPERANDS[:5])
 SCALE = 0.3
-#: Arrays that are always float32, whatever the element type of the problem.
+#: Arrays that are float32 for every element type of the problem.
 FLOAT32 = {
     *("logsumexp", "remainder", "logsumexp_cotangent", "delta", "statistics"),
     *("earlier_logsumexp", "earlier_remainder", "scales", "sinks"),
@@ -38,13 +38,14 @@ class Target:
         results: Names of its results, without scratch memory. The result ``remainder`` may also be an empty array.
         dtype: Element type of its arrays.
         head_dims: Valid ``head_dim`` and ``head_dim_v``.
-        choices: Target-specific attributes that select a variant, and their largest values.
+        choices: Largest valid value of each target-specific attribute. These attributes select a variant of the kernel.
         tile_tokens: Largest number of tokens of a query tile and of a key/value tile. ``None``: only the limit shared
             by all targets applies.
         tiles: Query and key/value tile shapes of the call.
-        scratch: Target-specific results without meaningful content: shapes and element types.
-        replaces: Operand whose memory each result reuses, by result. A target with replacements continues another
-            target's call, and has an attribute ``queries`` for the extents of the query box.
+        scratch: Shape and element type of each target-specific result. Tests do not check the content of these results.
+        replaces: Maps each result that reuses the memory of an operand to this operand. A target with such results
+            continues the computation of another target, and has an attribute ``queries`` with the extents of the query
+            box.
         variant: Suffix that distinguishes entries with the same name.
     """
 
@@ -72,36 +73,37 @@ class Target:
 
     @property
     def is_small(self) -> bool:
-        """True for kernels for small windows, which take tiles of 16 and 8 tokens."""
+        """True for kernels for small windows. One of their tiles has 16 tokens, the other has 8."""
         return "_small_" in self.name
 
     @property
     def has_problem(self) -> bool:
-        """True if it takes an attention problem. False if it takes only arrays."""
+        """True if the target takes an attention problem, False if it takes only arrays."""
         return "query" in self.operands
 
     @property
     def is_backward(self) -> bool:
-        """True if it computes the gradients of a problem's arrays."""
+        """True if the target computes the gradients of a problem's arrays."""
         return self.results[: len(GRADIENTS)] == GRADIENTS
 
     @property
     def has_biases(self) -> bool:
-        """True if it adds both relative biases and key biases to the logits."""
+        """True if the target adds both relative biases and key biases to the logits."""
         return set(BIASES) <= set(self.operands) and not self.is_small
 
     @property
     def has_key_bias(self) -> bool:
-        """True if it adds key biases to the logits. GPU kernels do so only for 16-bit arrays."""
+        """True if the target adds key biases to the logits. GPU kernels support this only for 16-bit arrays."""
         return "key_bias" in self.operands and not self.is_small and (self.platform, self.dtype) != ("cuda", np.float32)
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        """Pytest marks of its tests."""
+        """Pytest marks of the target's tests."""
         return [pytest.mark.gpu] if self.platform == "cuda" else []
 
 
-#: Tensor maps of GPU kernels for batch entries with different layouts. No entry here has one, so the result is empty.
+#: Result for the TMA tensor maps of batch entries with different layouts. It is empty, because the calls here have
+#: none.
 _ENTRY_MAPS = ((0, 128), np.uint8)
 _NO_TABLE = ((0,), np.float32)
 _LAID_OUT = (*PROBLEM_OPERANDS, "layouts")
@@ -133,7 +135,7 @@ _SM80_BACKWARD = Target(
     tile_tokens=(128, 128),
     scratch={
         "dkey_bias": ((2, 4, 5, 6, 2), np.float32),
-        "scratch": ((2 * 2 * (4 * 5 * 6 * 8),), np.float32),  # sums of the query gradient
+        "scratch": ((2 * 2 * (4 * 5 * 6 * 8),), np.float32),  # query gradient accumulators
     },
 )
 TARGETS = (
@@ -159,7 +161,9 @@ TARGETS = (
         head_dims=(64, 128),
         choices={"is_deterministic": 1},
         tile_tokens=(64, 128),
-        # Sums of the query gradient, a counter, and a counter for each query tile: (2 x 1) x 3 x (2 x 1) per head.
+        # The scratch array consists of accumulators of the query gradient, one counter, and one counter per query tile.
+        # Each head has (2 x 1) x 3 x (2 x 1) query tiles: dilation groups times tiles per group in the first and last
+        # dimension.
         scratch={
             "scratch": ((2 * 2 * (4 * 5 * 6 * 64) + 1 + 2 * 2 * (2 * 3 * 2),), np.float32),
             "dkey_bias": ((2, 4, 5, 6, 2), np.float32),
@@ -193,7 +197,8 @@ TARGETS = (
         dtype=np.float16,
         head_dims=(64, 128),
         tiles=((1, 2, 4), (2, 2, 4)),
-        # Four numbers per query and head, and sums over all queries.
+        # ``statistics`` has four numbers per query and head. ``additional_sums`` has sums, over queries, of gradients
+        # of additional tokens.
         scratch={
             "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
             "additional_sums": ((1, 2, 3, 1, 64 + 128), np.float32),
@@ -210,7 +215,7 @@ TARGETS = (
 
 @dataclasses.dataclass
 class Call:
-    """A call of a target; test cases modify a valid call."""
+    """A call of a target. Test cases start from a valid call and modify it."""
 
     operands: dict[str, Any]
     attributes: dict[str, Any]
@@ -223,12 +228,15 @@ def axes_of(fields: Mapping[str, tuple[int, ...]]) -> np.ndarray:
 
 
 def axis_fields(axes: np.ndarray) -> dict[str, tuple[int, ...]]:
-    """Return the fields of an attribute ``axes``, one value per token dimension."""
+    """Return the fields of an attribute ``axes`` by name. Each field has one value per token dimension."""
     return dict(zip(AXIS_FIELDS, map(tuple, axes.reshape(3, -1).T.tolist()), strict=True))
 
 
 def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
-    """Return array shapes of a small problem: 2 query heads, 1 key/value head, 4 x 5 x 6 tokens, 3 additional ones."""
+    """Return array shapes of a small problem.
+
+    It has 2 query heads, 1 key/value head, 4 x 5 x 6 tokens and 3 additional tokens.
+    """
     tokens = (4, 5, 6)
     head_dim, head_dim_v = target.head_dims
     return {
@@ -243,9 +251,10 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         **dict.fromkeys(("out", "out_cotangent", "earlier_out"), (2, *tokens, 2, head_dim_v)),
         **dict.fromkeys(FLOAT32 - {"statistics", "scales"}, (2, *tokens, 2)),
         "statistics": (2, 2, *tokens, 2),
-        # A backward pass allows different scales only for heads that do not share a key/value head.
+        # Backward targets reject per-head scales if query heads share a key/value head, which is the case here.
         "scales": (0,) if target.is_backward else (2, 2, 2),
-        # Windows of 2 x 3 x 3 tokens. Kernels for small windows support no relative bias with such wide heads.
+        # This table is for windows of 2 x 3 x 3 tokens. The kernels for small windows support no relative bias if the
+        # head dimension is 128.
         "relative_bias": (0,) if target.is_small else (2, 2, 3 * 5 * 5),
         "key_bias": (2, *tokens, 2) if target.has_key_bias else (0,),
         "sinks": (1, 2, 1),
@@ -267,13 +276,13 @@ def good_call(target: Target) -> Call:
     if "layouts" in operands:
         operands["layouts"] = np.zeros((0, 3, 3), np.int32)
     if target.has_biases:
-        operands["relative_bias"][1] = operands["relative_bias"][0]  # operators repeat one table per batch entry
+        operands["relative_bias"][1] = operands["relative_bias"][0]  # operators repeat the table for each batch entry
     if target.replaces:
-        # The earlier pass has seen no keys.
+        # The earlier call processed no keys: its output is 0 and its logsumexp is -inf.
         operands["first_query"] = np.zeros(3, np.int32)
         for name, value in (("out", 0), ("logsumexp", -np.inf), ("remainder", 0)):
             operands[f"earlier_{name}"][...] = value
-    # Weights and their gradients stay in the range of float16; the statistics' logarithms are to base 2.
+    # The shifts keep weights and their gradients in the range of float16. Logarithms in ``statistics`` have base 2.
     for name, shift in (("logsumexp", 3), ("statistics", 12)):
         if name in operands:
             operands[name] += shift

@@ -1,4 +1,4 @@
-"""Neighborhood attention layers shared by the tests of Flax modules: one per rank."""
+"""Neighborhood attention layers for the tests of Flax modules, one layer per rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from natten_jax.flax_modules import linen, nnx
 NNX = {1: nnx.NeighborhoodAttention1D, 2: nnx.NeighborhoodAttention2D, 3: nnx.NeighborhoodAttention3D}
 LINEN = {1: linen.NeighborhoodAttention1D, 2: linen.NeighborhoodAttention2D, 3: linen.NeighborhoodAttention3D}
 
-# A window per rank; together they use every parameter.
+# One window per rank. Together, these windows use every window parameter.
 LAYOUTS = {1: (12,), 2: (6, 8), 3: (4, 5, 6)}
 WINDOWS: dict[int, dict[str, Any]] = {
     1: {"kernel_size": 5, "stride": 2, "dilation": 2, "is_causal": True},
@@ -28,7 +28,7 @@ def inputs_of(rank: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
 
 
 def nnx_module(rank: int, **overrides):
-    # Nonzero biases, so that tests detect missing ones.
+    # Initialize biases to nonzero values, so that tests detect a missing bias.
     settings = {"bias_init": flax_nnx.initializers.normal(), **WINDOWS[rank], **overrides}
     return NNX[rank](FEATURES, num_heads=HEADS, rngs=flax_nnx.Rngs(0), **settings)
 

@@ -1,4 +1,4 @@
-"""Scale factors of 8-bit arrays, and their effect written out in float64."""
+"""Random scale factors of 8-bit arrays, and a float64 reference that multiplies arrays by these factors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from tests.support import oracle
 from tests.support.problems import Case
 
-#: Argument names of the operators.
+#: Operator arguments for the scale factors of query, key and value.
 NAMES = ("query_scale", "key_scale", "value_scale")
-#: Kinds of factors. ``HEAD_KINDS`` also apply to additional tokens; ``BLOCK_KINDS`` do not.
+#: Kinds of scale factors. Factors of ``HEAD_KINDS`` also apply to additional tokens. Factors of ``BLOCK_KINDS`` do not.
 HEAD_KINDS, BLOCK_KINDS = ("tensor", "head", "shared head"), ("block", "block of keys", "block of values")
 
 
 def factors_for(kind: str, case: Case, seed: int) -> dict[str, np.ndarray]:
-    """Draw distinct factors of query, key and value. A factor for a whole array is a scalar."""
+    """Draw distinct scale factors for query, key and value. A factor for a whole array is a scalar."""
     rng = np.random.default_rng([seed, 8])
 
     def draw(*shape: int) -> np.ndarray:
@@ -38,7 +38,8 @@ def factors_for(kind: str, case: Case, seed: int) -> dict[str, np.ndarray]:
 def times_factors(array: np.ndarray, factors: np.ndarray, heads: int) -> np.ndarray:
     """Return an array ``[batch, *tokens, heads, width]`` multiplied by its factors, in float64.
 
-    Factors are a scalar, ``[batch, heads]`` or ``[batch, *blocks, heads]``, with fewer heads if heads share factors.
+    ``factors`` is a scalar, ``[batch, heads]`` or ``[batch, *blocks, heads]``. It has fewer heads than the array if
+    heads share factors.
     """
     factors = factors.astype(np.float64)
     if factors.ndim:

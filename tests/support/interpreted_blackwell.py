@@ -1,7 +1,7 @@
 """Run the Blackwell kernels in JAX's interpreter for Mosaic GPU kernels, if this JAX release has it.
 
-Memory is NaN until it is written. Races between threads, copies and products raise, and a kernel must not end before
-its copies and barriers have completed.
+Memory is NaN until it is written. The interpreter raises if threads, copies or matrix products race. A kernel must not
+end before its copies and barriers have completed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ needs_interpreter = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Interpret kernels in direct calls of the backend; resets the interpreter's state after an exception."""
+    """Interpret the kernels of direct backend calls. Reset the interpreter's state after an exception."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

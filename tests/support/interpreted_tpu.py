@@ -1,7 +1,8 @@
 """The TPU kernels as a CPU backend: Pallas lowers them to operations that XLA runs.
 
-``pytest -p tests.support.interpreted_tpu_family -k interpreted`` runs the family's tests on it. Pallas's own
-interpreter, which detects races, cannot be compiled into programs of operators; ``tests/fuzz/interpreted.py`` uses it.
+``pytest -p tests.support.interpreted_tpu_family -k interpreted`` runs the family tests with this backend. Pallas's own
+interpreter detects races, but it cannot be compiled into programs of operators. ``tests/fuzz/interpreted.py`` uses it
+for direct calls of the backend.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class InterpretedTpuBackend(TpuBackend):
 
 @contextlib.contextmanager
 def finding_races() -> Iterator[None]:
-    """Run the backend in Pallas's own interpreter. Works for direct calls of the backend only.
+    """Run direct calls of the backend in Pallas's own interpreter, which detects races.
 
     Raises:
-        RuntimeError: There was a race.
+        RuntimeError: The interpreter found a race.
     """
     InterpretedTpuBackend.interpreter = FINDING_RACES
     try:
@@ -62,10 +63,12 @@ def finding_races() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raising_races() -> Iterator[None]:
-    """Raise if Pallas's interpreter printed that it found a race. Results must be ready when the context ends.
+    """Raise an error if Pallas's interpreter printed that it found a race.
+
+    Wait for results within the context: the interpreter may otherwise print after the context has ended.
 
     Raises:
-        RuntimeError: There was a race.
+        RuntimeError: The interpreter found a race.
     """
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -75,7 +78,7 @@ def raising_races() -> Iterator[None]:
 
 
 def _chunk_of_all(chunk: Chunk, call: Call, ref: Any) -> jax.Array:
-    """Read the keys of a chunk from its whole box: Pallas's interpreter does not support reshaped references."""
+    """Read a whole box and slice out a chunk's keys: Pallas's interpreter does not support reshaped references."""
     keys = matrix(ref)
     return jax.lax.dynamic_slice(keys, (chunk.start, 0), (call.chunks.keys, keys.shape[1]))
 

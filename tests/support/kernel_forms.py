@@ -1,11 +1,11 @@
-"""Small problems for compute-sanitizer, covering each form of each GPU kernel: ``make sanitize-gpu``.
+"""Small problems that run every form (variant) of the GPU kernels under compute-sanitizer: ``make sanitize-gpu``.
 
-Both passes of every form run on ordinary inputs, on inputs large enough that weights need the logsumexp's remainder,
-and with per-head scales, for which some forms have separate kernels. If all per-head scales are equal, results must
-equal the results of a single scale.
+Both passes of every form run three times: with ordinary inputs, with inputs so large that weights need the logsumexp's
+remainder, and with per-head scales, for which some forms have separate kernels. A fourth run has equal scales for all
+heads. Its results must equal the results with a single scale.
 
-The family ``biased`` has small problems with a bias or sinks. They run on the kernels for small windows, with and
-without a ring, or, if the heads are too wide for these, on the hopper kernels.
+The argument ``biased`` runs problems with a bias or sinks. They run on the kernels for small windows, with and without
+a ring buffer of tiles. If the heads are too wide for these kernels, they run on the hopper kernels.
 
 Example:
     compute-sanitizer --tool racecheck python -m tests.support.kernel_forms hopper
@@ -36,8 +36,8 @@ from tests.support.problems import Case
 
 LAYOUT = (24, 28)
 WHOLE_LAYOUT, LARGE_LAYOUT = (14, 18), (40, 28)
-SCALES = 0.1, -0.2  # of the two query heads
-LARGE = 300.0  # factor of the queries, for logits of several thousand
+SCALES = 0.1, -0.2  # scales of the two query heads
+LARGE = 300.0  # factor of the queries: logits reach several thousand
 
 
 class Form(NamedTuple):
@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 
 def hopper_forms() -> Iterator[Form]:
-    """Yield forms by element type, head dimension, tile shape, schedule, and deterministic or atomic gradients."""
+    """Yield forms that differ in element type, head dimension, tile shape, schedule, and determinism of gradients."""
     tiles: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {
         64: [((8, 16), (8, 16)), ((12, 16), (8, 16))],
         128: [((8, 16), (8, 16)), ((8, 16), (8, 12))],
@@ -66,25 +66,28 @@ def hopper_forms() -> Iterator[Form]:
             schedule = KernelSchedule.PING_PONG if is_ping_pong else next(schedules)
             performance = Performance(q_tile, kv_tile, kernel_schedule=schedule, backward_deterministic=is_ping_pong)
             yield Form(dtype, width, performance)
-            # Narrow heads have separate kernels.
+            # Heads that are narrower than the compiled width have separate kernels.
             yield Form(dtype, width - 24, performance)
 
 
 def cutlass_forms() -> Iterator[Form]:
-    """Yield forms by element type, precision and head dimension; wide 16-bit heads also have a form of 256 rows."""
+    """Yield forms that differ in element type, precision and head dimension.
+
+    For 16-bit heads of 128, a second form has query tiles of 256 tokens in the forward pass.
+    """
     for dtype, width in itertools.product(("bfloat16", "float16"), (64, 128, 256)):
         yield Form(dtype, width, Performance((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
     for dtype in ("bfloat16", "float16"):
         yield Form(dtype, 128, Performance((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
-    # Kernels for small windows. In the first form, TMA loads the tile's columns if heads fill its rows and there are no
-    # additional tokens.
+    # Kernels for small windows. In the first form, TMA loads the columns, unless the head dimension is 128. TMA never
+    # loads columns if there are additional tokens.
     boxes, chunks = Performance((8, 2), (1, 8), (1, 8), (8, 2)), Performance((8, 2), (2, 4), (2, 4), (4, 4))
     for dtype, width in itertools.product(("bfloat16", "float16"), (32, 64, 128)):
         yield Form(dtype, width, boxes, additional_kv=0)
         yield Form(dtype, width, chunks, additional_kv=0)
         yield Form(dtype, width, boxes)
-        # There are as many key/value heads as query heads; the second layout also has dilation groups that fit in one
-        # CTA.
+        # These forms have as many key/value heads as query heads. In the second layout, a CTA can also process a whole
+        # dilation group.
         yield Form(dtype, width, boxes, additional_kv=0, layout=LARGE_LAYOUT, heads_kv=2)
         yield Form(dtype, width, boxes, additional_kv=0, layout=WHOLE_LAYOUT, heads_kv=2)
     for precision, width in itertools.product((None, "tensorfloat32"), (64, 128, 256)):
@@ -92,8 +95,9 @@ def cutlass_forms() -> Iterator[Form]:
 
 
 def biased_cases() -> Iterator[Case]:
-    """Return cases by head dimension and operand."""
-    # The first layout selects kernels without a ring; the second has enough work for rings to be faster.
+    """Yield problems of two layouts and three head dimensions, with one bias operand each."""
+    # The first layout is for kernels without a ring buffer. The second has so much work that kernels with a ring buffer
+    # are faster.
     layouts = (
         Case((14, 18), (7, 7), batch=2, heads=2, heads_kv=2),
         Case((34, 33), (13, 13), batch=40, heads=8, heads_kv=8),
@@ -110,7 +114,10 @@ FORMS = {"hopper": hopper_forms, "cutlass": cutlass_forms}
 
 
 def run_biased(case: Case) -> None:
-    """Run both passes of a problem: on cutlass with each kernel kind its head dimension has, or else on hopper."""
+    """Run both passes of a problem.
+
+    Heads below 128 run on the cutlass backend, with and without a ring buffer. Wider heads run on the hopper backend.
+    """
     tiles: list[dict[str, Any]] = [{}]
     if case.head_dim < 128:
         problem = Fuzzed("cutlass", case, "bfloat16", 0).description()
@@ -154,12 +161,12 @@ def run(family: str, form: Form) -> None:
     def backward(operands: Operands, saved: Saved) -> Any:
         return backend.backward(plans["backward"], operands, saved, cotangents)
 
-    bound = BOUNDS["float16" if form.precision == "tensorfloat32" else form.dtype]  # TF32 has float16's significand
+    bound = BOUNDS["float16" if form.precision == "tensorfloat32" else form.dtype]  # TF32 is as precise as float16
     single_scale_results: list[Any] = []
     for factor, scale in ((1.0, None), (1.0, (problem.scale, problem.scale)), (1.0, SCALES), (LARGE, None)):
         large = jnp.asarray((np.asarray(query, np.float32) * factor).astype(query.dtype))
         operands = Operands(Inputs(large, key, value, keys, values, None if scale is None else jnp.asarray([scale])))
-        # Pass the arrays through the host: initcheck does not see writes by TMA or by other kernels.
+        # Copy the arrays to the host and back, because initcheck does not track writes by TMA or by other kernels.
         saved = jax.tree.map(np.asarray, forward(operands))
         gradients = backward(operands, saved)
         results = [np.asarray(each, np.float32) for each in jax.tree.leaves((saved, gradients))]
@@ -172,12 +179,12 @@ def run(family: str, form: Form) -> None:
                 distance = np.linalg.norm(np.asarray(result, np.float64) - expected)
                 assert distance <= bound * np.linalg.norm(expected), (form, distance / np.linalg.norm(expected))
         twice = continued(operands._replace(origins=jnp.zeros((2, 3), jnp.int32)), saved)
-        if twice is not None:  # a second pass over the same keys
+        if twice is not None:  # every key counts twice: log 2
             np.testing.assert_allclose(twice.logsumexp, saved.logsumexp + np.log(2), rtol=1e-6, atol=1e-5)
 
 
 def main() -> int:
-    """Run a family's forms, or every n-th form."""
+    """Run all forms of a family, or every N-th form from the I-th on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=(*FORMS, "biased"))
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th from I on")

@@ -1,4 +1,4 @@
-"""Simulate another machine: programs are lowered for its device, but do not run on it."""
+"""Simulate a machine with another device. Programs are lowered for this device, but cannot run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from natten_jax.plan.devices import Device
 
 
 class FakeDevice(NamedTuple):
-    """Attributes of a JAX device that this package reads."""
+    """A JAX device with only the attributes that this package reads."""
 
     platform: str
 
 
 class Machine:
-    """The machine that this process appears to run on, until the test ends."""
+    """A simulated machine. This process appears to run on it until the test ends."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -38,11 +38,11 @@ class Machine:
         self.forget()
 
     def knows(self, backend: Backend) -> None:
-        """Register a backend."""
+        """Register a backend until the test ends."""
         self._monkeypatch.setattr(backends, "_registered", [*backends.registered()])
         backends.register(backend)
 
     def forget(self) -> None:
-        """Clear caches of traces and backend decisions, which depend on the machine."""
+        """Clear the caches of traces and of backend decisions, because their entries depend on the machine."""
         select.decided.cache_clear()
         jax.clear_caches()

@@ -1,8 +1,8 @@
 """``python -m tests.support.machine_code FOLDER NUMBER``: compile Blackwell kernels to machine code without a GPU.
 
-Mosaic's own compiler, part of JAX's CUDA plugin, reads the GPU's compute capability from the driver, writes PTX and
-has ``ptxas`` assemble it. A stub driver library of a few lines reports a GPU of compute capability 10.0 on which
-nothing can be loaded. Afterwards FOLDER has the PTX and the output of ``ptxas`` for the kernels of a problem.
+Mosaic's own compiler, part of JAX's CUDA plugin, reads the GPU's compute capability from the driver, writes PTX and has
+``ptxas`` assemble it. Here the driver is a stub library. It reports a GPU of compute capability 10.0, but cannot load
+programs. The PTX and the output of ``ptxas`` for the kernels of problem NUMBER are written to FOLDER.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KERNELS = "natten_jax_blackwell_forward", "natten_jax_blackwell_query_gradient",
 
 
 def direct(case: Case, dtype: str, tiles: TilePair, backward_tiles: TilePair) -> Fuzzed:
-    """Return a direct call of the Blackwell kernels, with a seed of 148 blocks."""
+    """Return a direct call of the Blackwell kernels, with a seed that selects a grid of 148 blocks."""
     named = zip((*tile_names("forward"), *tile_names("backward")), (*tiles, *backward_tiles), strict=True)
     return Fuzzed("blackwell", case, dtype, 4, tiles=dict(named), is_direct=True)
 
 
-#: A problem per rank, each with a different head dimension. The scale of the first is an array.
+#: One problem per rank, each with a different head dimension. The first problem has an array of scales.
 PROBLEMS = (
     direct(
         Case((4096,), (1000,), (1,), (2,), is_causal=(True,), heads=2, head_dim=32, scales=(0.1, 0.1)),
@@ -66,14 +66,14 @@ def missing() -> str | None:
 
 
 def ignored(said: str) -> list[str]:
-    """Return the lines in which ``ptxas`` reports that it ignored part of its input; its exit status is 0 even then."""
+    """Return the lines in which ``ptxas`` reports that it ignored part of its input. It still exits with status 0."""
     return [line for line in said.splitlines() if line.startswith("ptxas") and "ignored" in line.lower()]
 
 
 def compiled(folder: Path, number: int) -> dict[str, tuple[str, str]]:
-    """Compile a problem's kernels and return their PTX and ``ptxas`` output by kernel.
+    """Compile the kernels of problem ``number``. Return the PTX and the ``ptxas`` output of each kernel.
 
-    A subprocess does the work: its library path must contain the stub driver from the start.
+    Compilation runs in a subprocess, whose library path must contain the stub driver from the start.
     """
     library = folder / "libcuda.so.1"
     subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(library), str(DRIVER)], check=True)
@@ -104,7 +104,7 @@ def _compile(number: int) -> None:
     def visit(operation: Any) -> Any:
         if operation.name == "stablehlo.custom_call" and "mhlo.backend_config" in operation.attributes:
             code = ir.StringAttr(ir.DictAttr(operation.attributes["mhlo.backend_config"])["module"]).value_bytes
-            compile_(code, len(code))  # writes the files; only a GPU could load the result
+            compile_(code, len(code))  # writes the files; loading the result needs a GPU
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)

@@ -1,4 +1,4 @@
-"""Invalid calls of the custom call targets, and a program that makes these calls."""
+"""Invalid calls of the custom call targets, and a program that runs these calls."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ DTYPES = (np.float32, np.float16, np.int32, np.int8, np.bool_)
 INT64_MAX, INT64_MIN = 2**63 - 1, -(2**63)
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 HUGE, ONES, TOKENS = (INT32_MAX,) * 3, (1, 1, 1), (4, 5, 6)
-#: Occurs in messages of GPU errors that persist: all later calls of the process report them.
+#: Text in the messages of GPU errors that persist. After such an error, all later calls in the process fail.
 DEVICE_ERROR = "CUDA_ERROR"
 
 Change = Callable[[Call], object]
 
 
 class Case(NamedTuple):
-    """A change of a valid call, and parts of the expected error message; ``None`` if the call may also succeed."""
+    """A change of a valid call, and the expected parts of the error message: ``None`` if the call can also succeed."""
 
     name: str
     change: Change
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def refused(name: str, change: Change, *words: str) -> Case:
-    """Return a case that raises an error message of this package."""
+    """Return a case that must fail with an error message of this package that contains ``words``."""
     return Case(name, change, ("natten_jax", *words))
 
 
@@ -65,7 +65,7 @@ def with_integers(**values: tuple[int, ...]) -> Change:
 
 
 def with_axes(**fields: tuple[int, ...]) -> Change:
-    """Change fields of the token dimensions."""
+    """Return a change of fields of the attribute ``axes``."""
 
     def change(call: Call) -> None:
         call.attributes["axes"] = axes_of(axis_fields(call.attributes["axes"]) | fields)
@@ -93,8 +93,8 @@ def operand_cases(target: Target) -> Iterator[Case]:
             **{f"longer-{i}": tuple(n + (i == j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
             **{f"empty-{i}": tuple(n * (i != j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
         }
-        # Empty arrays are valid if nothing is sharded, if batch entries are alike, and for equal scales or absent
-        # biases.
+        # The following arrays can be empty: origins if arrays contain whole layouts, layouts if all batch entries have
+        # the same layout, scales if all heads have the same scale, and absent biases.
         if name in ("origins", "layouts") or (name in ("scales", *BIASES) and array.size == 0):
             del shapes["empty-0"]
         if name == "sinks":
@@ -128,7 +128,7 @@ def attribute_cases(target: Target) -> Iterator[Case]:
     """Yield cases with a wrong type, length or value of each attribute."""
     extents = (*TILES, "queries") if target.replaces else TILES
     for name, length in {"axes": 18, **dict.fromkeys(extents, 3)}.items():
-        # Handlers check the number of attributes first if an attribute is specific to the target.
+        # If a target has specific attributes, its handler checks the number of attributes first.
         missing = "attributes" if name == "queries" else name
         yield refused(f"{name}-missing", without("attributes", name), missing)
         kinds: tuple[tuple[str, Any], ...] = (
@@ -160,7 +160,7 @@ def attribute_cases(target: Target) -> Iterator[Case]:
     yield refused("window-exceeds-layout", with_axes(kernel_size=(2, 6, 3)), "kernel_size", "kv_extent")
     yield refused("dilated-window", with_axes(dilation=(2, 2, 2)), "dilation")
     yield refused("dilated-window-overflows", with_axes(kernel_size=HUGE, dilation=HUGE))
-    # Fields of a layout of 4 x 5 x 6 tokens.
+    # The fields below are for a layout of 4 x 5 x 6 tokens.
     wrap = with_axes(ends=(0, 1, 3), dilation=(1, 1, 4), kernel_size=(2, 3, 1), stride=(1, 2, 1))
     yield refused("wrap-dilation", wrap, "ends", "dilation", "kv_extent")
     yield refused("layouts-differ", with_axes(query_extent=(4, 5, 7)), "query_extent", "kv_extent")
@@ -211,7 +211,7 @@ def choice_cases(target: Target) -> Iterator[Case]:
 
 
 def box_cases() -> Iterator[Case]:
-    """Yield cases with query boxes that exceed the layout (an error) or lie outside of it (ignored)."""
+    """Yield cases with query boxes larger than the layout, which must fail, or outside of it, which can succeed."""
     yield refused("queries-exceed-layout", with_integers(queries=(4, 6, 6)), "queries", "5 tokens")
     for i, value in itertools.product(range(3), (-1, 3, 1000, INT32_MAX, INT32_MIN)):
         first = np.array([value if i == j else 0 for j in range(3)], np.int32)
@@ -219,7 +219,7 @@ def box_cases() -> Iterator[Case]:
 
 
 def reduction_cases() -> Iterator[Case]:
-    """Yield cases with head dimensions that a reduction does not support, and with arrays without rows."""
+    """Yield cases with head dimensions that a reduction does not support, and a case with an empty batch."""
 
     def with_heads(width: int) -> Change:
         def change(call: Call) -> None:
@@ -239,7 +239,11 @@ def reduction_cases() -> Iterator[Case]:
 
 
 def origin_cases(target: Target) -> Iterator[Case]:
-    """Yield cases with origins outside the layout: valid for keys, because no query sees them, invalid for queries."""
+    """Yield cases with origins outside the layout.
+
+    Such a query origin is invalid, which only CPU handlers check. Such a key origin is valid, because no query sees
+    these keys.
+    """
     for (row, name), column, value in itertools.product(
         enumerate(("query", "key")), range(3), (-1, 1, 1000, INT32_MAX, INT32_MIN)
     ):
@@ -249,7 +253,7 @@ def origin_cases(target: Target) -> Iterator[Case]:
         yield case if row == 0 and target.platform == "cpu" else case._replace(message=None)
     layout = {"query_extent": HUGE, "kv_extent": HUGE}
     window: dict[str, tuple[int, ...]] = {"kernel_size": HUGE, "stride": HUGE, "dilation": ONES}
-    # Their product is 2^64, and the last tokens of tiles would have coordinates of more than 32 bits.
+    # The product of these dilations is 2^64, and the last tokens of tiles would have coordinates of more than 32 bits.
     dilations: dict[str, tuple[int, ...]] = {**window, "kernel_size": ONES, "stride": ONES}
     dilations["dilation"] = (2**22, 2**21, 2**21)
     places = {"": 0, "-far-away": INT32_MAX - 6}
@@ -271,7 +275,7 @@ def origin_cases(target: Target) -> Iterator[Case]:
 def result_cases(target: Target) -> Iterator[Case]:
     """Yield cases with a wrong rank, element type, extent or number of results."""
     results = good_call(target).results
-    # XLA removes a call with only empty results and never runs its handler.
+    # XLA removes a call whose results are all empty, so its handler never runs.
     is_only = len(results) == 1
     for name, result in results.items():
         shape, dtype = result.shape, result.dtype
@@ -294,7 +298,7 @@ def result_cases(target: Target) -> Iterator[Case]:
 
 
 def table_cases() -> Iterator[Case]:
-    """Yield cases with relative biases that kernels for small windows do not support."""
+    """Yield cases of kernels for small windows with relative biases that these kernels do not support."""
     table = np.zeros((2, 2, 3 * 5 * 5), np.float32)
 
     def wide(call: Call) -> None:
@@ -331,7 +335,7 @@ def layout_cases(target: Target) -> Iterator[Case]:
 
 
 def bias_cases(target: Target) -> Iterator[Case]:
-    """Yield cases with relative bias tables that match no window, or gradients whose size differs from their bias."""
+    """Yield cases with relative bias tables that match no window, and cases with a bias gradient but no bias."""
     whole = with_axes(query_extent=(5, 5, 6), kernel_size=TOKENS, stride=ONES, dilation=ONES, ends=(0, 0, 0))
     extents = dict.fromkeys(("query_extent", "kv_extent", "kernel_size"), (4096,) * 3)
     yield refused("relative-bias-of-other-queries", whole, "relative_bias", "query_extent is 5")
@@ -348,7 +352,7 @@ def cases_of(target: Target) -> Iterator[Case]:
         yield from reduction_cases()
         return
     yield from choice_cases(target)
-    if not target.variant:  # variants repeat only the cases that depend on the arrays
+    if not target.variant:  # these cases do not depend on the arrays
         yield from (*attribute_cases(target), *origin_cases(target))
         yield from layout_cases(target) if "layouts" in target.operands else ()
     yield from box_cases() if target.replaces else ()
@@ -360,7 +364,7 @@ CASES = {f"{target.label}-{case.name}": (target, case) for target in TARGETS for
 
 
 def main(names: list[str]) -> None:
-    """Run cases, printing ``[name, null]`` before and ``[name, outcome]`` after each."""
+    """Run cases. Print ``[name, null]`` before each case and ``[name, outcome]`` after it."""
     for name in names:
         print(json.dumps([name, None]), flush=True)
         target, case = CASES[name]

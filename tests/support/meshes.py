@@ -1,4 +1,4 @@
-"""Meshes over the CPU devices, of which a test process has eight, and arrays on them."""
+"""Meshes over the CPU devices of a test process, which has eight devices, and arrays on these meshes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def mesh_of(kind: str, **axes: int) -> Mesh:
 
 
 def put(arrays: Any, mesh: Mesh, *axes: Any) -> Any:
-    """Put the arrays of a tree on a mesh, with dimensions split over mesh axes."""
+    """Put the arrays of a tree on a mesh. ``axes`` has the mesh axis of each dimension, or ``None``."""
     return jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def assert_close(found: Any, expected: Any, atol: float = 2e-5, rtol: float = 1e-5, note: str = "") -> None:
-    """Compare two trees of arrays."""
+    """Check that the arrays of two trees are equal up to tolerances."""
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=atol, rtol=rtol, err_msg=note)

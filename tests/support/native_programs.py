@@ -1,4 +1,4 @@
-"""C++ test programs that call the native sources they are compiled with."""
+"""C++ test programs, each compiled together with the native sources that it tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from natten_jax.native import module as native
 
 ROOT = Path(__file__).parents[2]
-#: Skips kernel tests in a build without the native library.
+#: Mark that skips kernel tests if the native library is not built.
 needs_native = pytest.mark.skipif(native.path() is None, reason="the native module is not built")
-#: The compiler of this Python's extension modules, without its options.
+#: The C++ compiler of this Python's extension modules, without compiler options.
 COMPILER = (sysconfig.get_config_var("CXX") or "g++").split()[0]
 
 

@@ -1,4 +1,4 @@
-"""Small calls of every public function with every operand, for tests of JAX transformations and meshes."""
+"""Small calls that cover all array operands of all public functions, for tests of JAX transformations and meshes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Operand:
     """An array argument.
 
     Attributes:
-        shape: Its shape.
+        shape: Shape of the array.
         axes: A letter per dimension: ``b`` for the batch, ``t`` for tokens, ``h`` for heads, ``-`` for others.
-        integers: Its values, for an integer operand.
+        integers: Values of an integer array. ``None`` for floating-point arrays, whose values are random.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Operand:
     integers: tuple[Any, ...] | None = None
 
     def array(self, dtype: str, seed: int) -> np.ndarray:
-        """Return random normal values, or the integers."""
+        """Return the integers or, if there are none, random normal values."""
         if self.integers is not None:
             return np.array(self.integers, np.int32).reshape(self.shape)
         return np.random.default_rng(seed).standard_normal(self.shape).astype(jnp.dtype(dtype))
@@ -45,7 +45,7 @@ class OperandCall:
     """A call of a public function.
 
     Attributes:
-        function: Its name.
+        function: Name of the function.
         operands: The array arguments by name.
         options: The other arguments.
         is_differentiable: True if the call has gradients.
@@ -58,18 +58,22 @@ class OperandCall:
 
     @property
     def is_plain(self) -> bool:
-        """True for functions of plain JAX, without a ``backend`` argument."""
+        """True if the function has no ``backend`` argument and always runs in plain JAX."""
         return self.function in ("neighborhood_weights", "neighborhood_apply", "merge_attentions")
 
     def arrays(self, dtype: str, terms_dtype: str = "float32") -> dict[str, np.ndarray]:
-        """Return the operands as arrays: query, key and value of ``dtype``, operands of logits of ``terms_dtype``."""
+        """Return the operands as arrays.
+
+        Scales, biases, sinks and logsumexps have the element type ``terms_dtype``. Other floating-point arrays have
+        ``dtype``.
+        """
         return {
             name: operand.array(terms_dtype if name in _TERMS else dtype, seed)
             for seed, (name, operand) in enumerate(self.operands.items())
         }
 
     def run(self, family: str) -> Callable[[Arrays], tuple[jax.Array, ...]]:
-        """Return a function of the arrays that makes the call on a backend of the family."""
+        """Return a function that takes the arrays and makes the call with a backend of the family."""
         operator = getattr(natten_jax, self.function)
         options = dict(self.options)
         if not self.is_plain:
@@ -85,12 +89,12 @@ class OperandCall:
         return call
 
     def loss(self, family: str) -> Callable[[Arrays], jax.Array]:
-        """Return a scalar function of all finite results of the call."""
+        """Return a function that takes the arrays, makes the call, and reduces all finite results to a scalar."""
         run = self.run(family)
         return lambda arrays: total(run(arrays))
 
     def value_and_gradients(self, family: str) -> Callable[[Arrays], Any]:
-        """Return a function that computes the loss and its gradients for floating-point operands, if it has any."""
+        """Return a function that computes the loss and, if it is differentiable, its gradients for float operands."""
         loss = self.loss(family)
 
         def both(arrays: Arrays) -> Any:
@@ -217,7 +221,7 @@ CALLS: Mapping[str, OperandCall] = {
 
 
 def cases_of(family: Family) -> Mapping[str, OperandCall]:
-    """Return the calls that a family runs. Functions without a ``backend`` argument are tested with plain JAX only."""
+    """Return the calls to test with a family. Only plain JAX tests functions without a ``backend`` argument."""
     return {
         name: call
         for name, call in CALLS.items()
@@ -238,7 +242,10 @@ def failures_in(cases: Mapping[str, Any], run: Callable[[Any], None]) -> list[st
 
 
 def failures_of(family: Family, run: Callable[[OperandCall], None], names: Sequence[str] = ()) -> list[str]:
-    """Return failures of a family's calls, all by default. GPU kernels may reject combinations of operands."""
+    """Run a family's calls, all calls by default, and return their failures.
+
+    GPU kernels do not support all combinations of operands. A call that they reject is not a failure.
+    """
     assert set(names) <= CALLS.keys()
     cases = cases_of(family)
     failures = failures_in({name: cases[name] for name in names or cases if name in cases}, run)

@@ -1,8 +1,7 @@
-"""Attention in float64 NumPy with a dense mask over all pairs of tokens: the reference of every test.
+"""Attention in float64 NumPy with a dense mask over all pairs of tokens: the reference for the tests.
 
-Nothing here uses natten_jax. The mask is built token by token from the definition of a neighborhood, and the
-gradients are the formulas of softmax attention, written out. :mod:`test_oracle` checks them against finite
-differences.
+This module does not use natten_jax. The mask is built token by token from the definition of a neighborhood, and the
+gradients are written-out formulas of softmax attention. :mod:`test_oracle` checks them against finite differences.
 """
 
 from __future__ import annotations
@@ -14,34 +13,36 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-#: Logits whose bias is at least this large are rounded to float32, as in kernels, so that they tie.
+#: If the magnitude of a bias is at least this number, the oracle rounds the logit to float32, as kernels do. Logits
+#: that are equal in the kernels are then equal in the oracle as well.
 TIED = 2.0**24
 
 Array = np.ndarray
-Operand = Any  # NumPy array, which this module computes with, or JAX array, the input of operators
+Operand = Any  # NumPy array in this module; operators get JAX arrays
 
 
 def window(
     position: int, length: int, kernel_size: int, stride: int, is_causal: bool, edges: str = "shift"
 ) -> list[int]:
-    """Return the keys, in order, that the query at ``position`` sees on a line of ``length`` tokens."""
+    """Return the ordered keys that the query at ``position`` sees in a dilation group of ``length`` tokens."""
     return [place % length for place in window_places(position, length, kernel_size, stride, is_causal, edges)]
 
 
 def window_places(
     position: int, length: int, kernel_size: int, stride: int, is_causal: bool, edges: str = "shift"
 ) -> list[int]:
-    """Return the keys as unwrapped positions: with ``"wrap"``, positions may be negative or exceed ``length``."""
+    """Return the keys as unwrapped positions. With ``"wrap"``, they can be negative or exceed ``length - 1``."""
     begin = position
     while begin > 0 and (begin - 1) // stride == position // stride:
         begin -= 1
     if is_causal:
-        # The last query of a full block determines the start of the block's window; no query sees later keys.
+        # The leader, the last query of a full block, determines where the block's window starts. No query sees keys
+        # after itself.
         leader = min(begin + stride - 1, length - 1)
         return list(range(max(0, leader - kernel_size + 1), position + 1))
     leader = min(begin + stride // 2, length - 1)
     if edges != "shift":
-        # Steps from the leader backwards and forwards: a step beyond an end is dropped (cut) or wrapped around.
+        # Positions of the window around the leader. Positions beyond an end are dropped (cut) or wrapped around (wrap).
         places = [leader + step for step in range(-(kernel_size // 2), kernel_size - kernel_size // 2)]
         return [place for place in places if edges == "wrap" or 0 <= place < length]
     first = leader - kernel_size // 2
@@ -56,7 +57,7 @@ def window_places(
 def line_mask(
     extent: int, kernel_size: int, stride: int, dilation: int, is_causal: bool, edges: str = "shift"
 ) -> Array:
-    """Return the visibility ``[queries, keys]`` in one dimension."""
+    """Return the visibility ``[queries, keys]`` in one dimension, True for keys that a query sees."""
     mask = np.zeros((extent, extent), bool)
     for query in range(extent):
         line = np.arange(query % dilation, extent, dilation)
@@ -77,10 +78,11 @@ def neighborhood_mask(
     upsample: Sequence[int] | None = None,
     extents: Sequence[int] | None = None,
 ) -> Array:
-    """Return visibility ``[query tokens, key tokens]`` over flattened tokens, the last dimension fastest.
+    """Return the visibility ``[query tokens, key tokens]`` of tokens flattened in C order.
 
-    Queries may be a box that begins at ``origin``, with ``upsample`` queries per token along each dimension.
-    ``extents`` are the valid extents of the layout; windows that do not fit are clamped to them.
+    By default, the queries are all tokens of the layout. Otherwise they form a box that begins at token ``origin`` and
+    has ``upsample`` queries per token in each dimension. ``extents`` are the valid extents of the layout. Larger
+    windows are clamped to these extents.
     """
     mask, ones = np.ones((1, 1), bool), (1,) * len(layout)
     windows = zip(kernel_size, stride, dilation, is_causal, edges or ("shift",) * len(layout), strict=True)
@@ -95,7 +97,7 @@ def neighborhood_mask(
 
 
 def attention_mask(queries: int, keys: int, is_causal: bool) -> Array:
-    """Return visibility of plain attention; causal masks are aligned at the first tokens."""
+    """Return the visibility of plain attention. If it is causal, query ``i`` sees keys 0 to ``i``."""
     mask = np.ones((queries, keys), bool)
     return np.tril(mask) if is_causal else mask
 
@@ -103,7 +105,10 @@ def attention_mask(queries: int, keys: int, is_causal: bool) -> Array:
 def line_offsets(
     extent: int, kernel_size: int, stride: int, dilation: int, is_causal: bool, edges: str = "shift"
 ) -> Array:
-    """Return offsets ``[queries, keys]`` in neighbors; offsets of keys outside the window are clipped to it."""
+    """Return the offset ``[queries, keys]`` from each query to each key, counted in tokens of the dilation group.
+
+    Offsets are clipped to at most ``kernel_size - 1`` in either direction. Keys of other dilation groups have offset 0.
+    """
     offsets = np.zeros((extent, extent), int)
     for query in range(extent):
         line, position = np.arange(query % dilation, extent, dilation), query // dilation
@@ -124,9 +129,9 @@ def relative_entries(
     *,
     table_size: Sequence[int] | None = None,
 ) -> Array:
-    """Return the index into a head's flattened relative bias for each query and visible key, ``[queries, keys]``.
+    """Return indices ``[queries, keys]`` into a head's flattened relative bias, meaningful for visible keys.
 
-    The table has ``2 * table_size - 1`` entries per dimension; ``table_size`` is ``kernel_size`` by default.
+    The table has ``2 * table_size - 1`` entries in each dimension. By default, ``table_size`` is ``kernel_size``.
     """
     entries = np.zeros((1, 1), int)
     edges = edges or ("shift",) * len(layout)
@@ -148,7 +153,7 @@ class Tensors(NamedTuple):
     value: Operand
     additional_keys: Operand | None = None
     additional_values: Operand | None = None
-    scale: Operand | None = None  # scale of the logits, used instead of the number: a scalar, or one per head
+    scale: Operand | None = None  # replaces the argument ``scale``: [] or [heads]
     relative_bias: Operand | None = None  # [heads, 2 kernel_size - 1, ...]
     key_bias: Operand | None = None  # [batch, *layout] or [batch, heads, *layout]
     sinks: Operand | None = None  # [heads]
@@ -162,10 +167,10 @@ class Forward(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Results of a problem, and their magnitudes without cancellation.
+    """Results of a problem, and for each result the magnitude of the terms that are added.
 
     A floating-point computation cannot be more accurate than the rounding errors of the terms it adds. If a result is
-    small because terms cancel, compare its error with the magnitude here.
+    small because its terms cancel, compare its error with this magnitude.
     """
 
     forward: Forward
@@ -176,12 +181,12 @@ class Reference(NamedTuple):
 
 class _Flat(NamedTuple):
     query: Array  # [batch, heads, queries, head_dim]
-    key: Array  # [batch, heads, keys, head_dim], additional ones last
+    key: Array  # [batch, heads, keys, head_dim], additional keys last
     value: Array
     mask: Array  # [queries, keys], or [batch, 1, queries, keys]
-    bias: Array  # [batch, heads, queries, keys], axes may be 1; -inf for hidden keys
-    is_double: bool  # compute logits in float64
-    sinks: Array  # [batch, heads, queries, 1], axes may be 1; -inf without sinks
+    bias: Array  # broadcasts to [batch, heads, queries, keys]; -inf masks out a key
+    is_double: bool  # True if operands are float64
+    sinks: Array  # broadcasts to [batch, heads, queries, 1]; -inf without sinks
 
 
 def forward(operands: Tensors, mask: Array, scale: float, entries: Array | None = None) -> Forward:
@@ -190,8 +195,8 @@ def forward(operands: Tensors, mask: Array, scale: float, entries: Array | None 
     Args:
         operands: The arrays.
         mask: Visibility ``[query tokens, key tokens]``.
-        scale: Scale of the logits, unless it is an operand.
-        entries: Indices from :func:`relative_entries`, for a relative bias.
+        scale: Scale of the logits. Ignored if the operands have a scale.
+        entries: Indices from :func:`relative_entries`, needed for a relative bias.
     """
     flat = _flatten(operands, mask, entries)
     weights, lse = _softmax(flat, _factors(operands, scale))
@@ -199,9 +204,9 @@ def forward(operands: Tensors, mask: Array, scale: float, entries: Array | None 
 
 
 def spread(operands: Tensors, mask: Array, scale: float) -> Array:
-    """Return the root sum of squares of the terms of each output element.
+    """Return, for each output element, the root of the sum of the squares of its terms.
 
-    Independent relative errors ``e`` of the weights change the output by about ``e`` times this.
+    If the weights have independent relative errors of size ``e``, the output's error is about ``e`` times this value.
     """
     flat = _flatten(operands, mask, None)
     weights, _ = _softmax(flat, _factors(operands, scale))
@@ -222,11 +227,11 @@ def reference(
     Args:
         operands: The arrays.
         mask: Visibility ``[query tokens, key tokens]``, optionally with a leading batch axis.
-        scale: Scale of the logits, unless it is an operand.
+        scale: Scale of the logits. Ignored if the operands have a scale.
         out_cotangent: Cotangent of the output.
         lse_cotangent: Cotangent of the logsumexp.
         is_real: ``[batch, queries]``. False for padding queries, which see no additional tokens. Default: no padding.
-        entries: Indices from :func:`relative_entries`, optionally with a leading batch axis.
+        entries: Indices from :func:`relative_entries`, needed for a relative bias. A leading batch axis is optional.
     """
     flat, factors = _flatten(operands, mask, entries, is_real), _factors(operands, scale)
     weights, lse = _softmax(flat, factors)
@@ -256,16 +261,20 @@ class _FlatGradients(NamedTuple):
     query: Array
     key: Array
     value: Array
-    scale: Array  # contribution of each feature of a query
+    scale: Array  # per query and feature, before summation
     logits: Array
-    sinks: Array  # contribution of each query
+    sinks: Array  # per query, before summation
 
 
 def _backward(
     flat: _Flat, factors: Array, weights: Array, d_out: Array, delta: Array, sink_weights: Array
 ) -> _FlatGradients:
-    """Return gradients per query head or, given magnitudes and a negative delta, the magnitudes of their terms."""
-    # Arrays with a number per pair of tokens are by far the largest, so they are read and written as rarely as
+    """Return the gradients per query head.
+
+    If ``flat``, ``factors`` and ``d_out`` are magnitudes and ``delta`` is a negative magnitude, no terms cancel. The
+    results are then the magnitudes of the terms of the gradients.
+    """
+    # Arrays with one element per pair of tokens are by far the largest. The code reads and writes them as rarely as
     # possible.
     d_logits = d_out @ flat.value.swapaxes(-1, -2)
     d_logits -= delta
@@ -283,7 +292,7 @@ def _backward(
 
 
 def _factors(operands: Tensors, scale: float) -> Array:
-    """Return factors of the logits that broadcast against ``[batch, heads, queries, keys]``."""
+    """Return the scale of the logits as an array that broadcasts to ``[batch, heads, queries, keys]``."""
     factors = scale if operands.scale is None else np.asarray(operands.scale).astype(np.float64)
     return np.reshape(factors, (-1, 1, 1))
 
@@ -299,7 +308,8 @@ def _softmax(flat: _Flat, scale: Array) -> tuple[Array, Array]:
                 logits = np.where(is_tied, logits.astype(np.float32), logits)
     np.copyto(logits, -np.inf, where=~flat.mask)
     highest = np.maximum(logits.max(-1, keepdims=True), flat.sinks)
-    # A query may see no keys, for example in a part of a layout: its weights are 0 and its logsumexp is -inf.
+    # A query can have no visible key, for example if the arrays are a part of a layout. Its weights are then 0, and its
+    # logsumexp is -inf.
     is_empty = highest == -np.inf
     highest = np.where(is_empty, 0, highest)
     logits -= highest
@@ -310,20 +320,20 @@ def _softmax(flat: _Flat, scale: Array) -> tuple[Array, Array]:
 
 
 def with_hidden(added: Operand) -> Array:
-    """Convert an added operand to float64, with ``-inf`` for numbers up to half the minimum of its dtype."""
+    """Convert a bias or sinks to float64. Values of at most half the minimum of the dtype become ``-inf``."""
     array = np.asarray(added)
     wide = array.astype(np.float64)
     return np.where(wide <= 0.5 * float(ml_dtypes.finfo(array.dtype).min), -np.inf, wide)
 
 
 def _heads_first(array: Array) -> Array:
-    """Return ``[batch, *layout, heads, width]`` as float64 ``[batch, heads, tokens, width]``."""
+    """Convert ``[batch, *layout, heads, width]`` to float64 ``[batch, heads, tokens, width]``."""
     flat = np.asarray(array).astype(np.float64).reshape(array.shape[0], -1, *array.shape[-2:])
     return flat.swapaxes(1, 2)
 
 
 def _heads_last(array: Array, operands: Tensors) -> Array:
-    """Undo :func:`_heads_first` for arrays of the query's tokens."""
+    """Undo the reshape of :func:`_heads_first` for an array over the query tokens."""
     return array.swapaxes(1, 2).reshape(*operands.query.shape[:-1], array.shape[-1])
 
 
@@ -355,7 +365,7 @@ def _flatten(operands: Tensors, mask: Array, entries: Array | None, is_real: Arr
 
 
 def _bias(operands: Tensors, entries: Array | None, keys: int) -> Array:
-    """Return the bias of the logits of ``keys`` keys; it is 0 for additional keys."""
+    """Return the sum of the biases of ``keys`` keys. The biases of additional keys are 0."""
     tokens = int(np.prod(operands.key.shape[1:-2]))
     found = np.zeros((1, 1, 1, tokens))
     if operands.relative_bias is not None:
@@ -396,7 +406,10 @@ def _bias_gradients(gradients: _FlatGradients, operands: Tensors, entries: Array
 
 
 def _unflatten(gradients: _FlatGradients, operands: Tensors, entries: Array | None) -> Tensors:
-    """Sum over the query heads that share a key/value head, and split off additional tokens."""
+    """Return the gradients in the shapes of the operands.
+
+    Sum over the query heads that share a key/value head, and split off additional tokens.
+    """
     heads_kv = operands.key.shape[-2]
 
     def split_additional(gradient: Array, source: Array, additional: Array | None) -> tuple[Array, Array | None]:

@@ -1,4 +1,4 @@
-"""Python code of the documentation as programs: all code blocks of a page, or all cells of a notebook, in order."""
+"""Programs from the documentation: all Python blocks of a page, or all code cells of a notebook, in order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
-#: Files that the pages' Python code may read. Readers create them with the commands on the page.
+#: Content of the files that the Python code of pages reads, by name. Readers create them with commands on the page.
 FILES = {"tuned.json": json.dumps({"best_configuration": {"q_tile_shape": [2, 8, 8], "kv_tile_shape": [2, 8, 8]}})}
 
 
 def program_of(page: Path) -> str:
-    """Return all Python code of a page, at its original line numbers, or of a notebook, where ``%pip`` raises."""
+    """Return all Python code of a page or a notebook.
+
+    Code of a page keeps its line numbers. In notebooks, code that raises an error replaces each ``%pip`` line.
+    """
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]

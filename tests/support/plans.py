@@ -1,4 +1,4 @@
-"""Plan both passes of a problem with a given backend, as the operators do."""
+"""Plan the passes of a problem with a given backend, and rank small-window tiles by predicted time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plans_of(
     device: Device | None = None,
     precision: str | None = None,
 ) -> tuple[Backend, dict[Pass, Plan]]:
-    """Return the named backend and its plan of each pass."""
+    """Return the named backend, and its plan of each pass as the operators would make it."""
     backend = backends.find(name, problem.operator)
     request = Request(problem, performance or Performance(), name, precision)
     return backend, {pass_: plan_with(backend, request, device or default_device(), pass_) for pass_ in PASSES}
@@ -30,7 +30,7 @@ def plans_of(
 def launches_by_tiles(
     problem: Problem, pass_: Pass, capability: ComputeCapability | None = (9, 0)
 ) -> Iterator[tuple[TilePair, tuple[small_windows.Launch, ...]]]:
-    """Yield tiles of small windows with their launches, fastest first."""
+    """Yield the tiles of small-window kernels with the kernel launches of each tile pair, predicted fastest first."""
     for pair, _ in small_windows.ranked("cutlass", problem, pass_, capability):
         found = small_windows.estimate("cutlass", problem, pass_, pair, capability)
         if found is not None:
@@ -40,12 +40,15 @@ def launches_by_tiles(
 def kernels_by_tiles(
     problem: Problem, pass_: Pass, capability: ComputeCapability | None = (9, 0)
 ) -> Iterator[tuple[TilePair, tuple[str, ...]]]:
-    """Yield tiles of small windows with their kernels, fastest first."""
+    """Yield the tiles of small-window kernels with the kernel names of each tile pair, predicted fastest first."""
     for pair, launches in launches_by_tiles(problem, pass_, capability):
         yield pair, tuple(launch.kernel for launch in launches)
 
 
 def first_tiles(problem: Problem, pass_: Pass, has_ring: bool) -> TilePair:
-    """Return the fastest small-window tiles that match ``has_ring`` in the last kernel, or the fastest of all."""
+    """Return the small-window tiles that are predicted to be fastest with or without a ring buffer in the last kernel.
+
+    If no tiles match ``has_ring``, return the fastest tiles of all.
+    """
     found = list(kernels_by_tiles(problem, pass_))
     return next((pair for pair, kernels in found if ("with a ring" in kernels[-1]) == has_ring), found[0][0])

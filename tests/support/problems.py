@@ -1,4 +1,4 @@
-"""Comparison of test problems with the oracle: computing results, and bounds of their errors."""
+"""Run test problems, and compare their results with the oracle's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tests.support import oracle
-from tests.support.case import OPERATORS as OPERATORS  # re-exported for tests of problems
+from tests.support.case import OPERATORS as OPERATORS  # re-exported
 from tests.support.case import Case as Case
 from tests.support.case import Shape as Shape
 from tests.support.case import element_types as element_types
@@ -20,13 +20,14 @@ from tests.support.case import lse_dtype as lse_dtype
 from tests.support.compilation import QUICK_HOST_OPTIONS, accepted_options, as_users_do
 from tests.support.families import BOUNDS, Family
 
-#: A result whose terms cancel is compared with this fraction of the terms' magnitude instead of with its own norm. Such
-#: a result is exactly zero for a scale of 0, and almost zero for windows of one or two keys, whose softmax is nearly
-#: constant. With the float32 bound, 2e-6, this allows an error of 1e-7 of the terms: less than two roundings of a term.
+#: An error is divided by the norm of the result or by this fraction of the norm of its terms' magnitudes, whichever is
+#: greater. The fraction matters for results whose terms cancel. For example, some gradients are exactly 0 if the scale
+#: is 0, and almost 0 for windows of one or two keys, because the softmax is nearly constant. With the float32 bound of
+#: 2e-6, the allowed error is 1e-7 of the terms: less than two roundings of a term.
 CANCELLATION = 0.05
 
-#: Each problem is compiled for one run of microseconds, so optimizing its CPU code, or autotuning its matrix products
-#: on a GPU, would take most of the suite's time.
+#: Most compiled problems run once, for microseconds. Optimizing their CPU code, or autotuning their matrix products on
+#: a GPU, would take most of the test suite's time.
 QUICK_COMPILATION = accepted_options(
     QUICK_HOST_OPTIONS
     if jax.default_backend() == "cpu"
@@ -36,7 +37,7 @@ QUICK_COMPILATION = accepted_options(
 #: ``jax.jit`` with fast compilation.
 quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
 
-#: Operands that tests pass in the element type of the logits.
+#: Operands that have the element type of the logsumexp, not that of query, key and value.
 LOGIT_OPERANDS = ("scale", "relative_bias", "key_bias", "sinks")
 
 
@@ -45,7 +46,7 @@ def relative_error(result: Any, reference: np.ndarray, magnitude: np.ndarray) ->
     result = np.asarray(result).astype(np.float64)
     if result.shape != reference.shape:
         raise AssertionError(f"shape {result.shape} instead of {reference.shape}")
-    is_empty = reference == -np.inf  # the logsumexp of a query without keys
+    is_empty = reference == -np.inf  # the logsumexp of queries without keys
     if is_empty.any():
         if (result[is_empty] != -np.inf).any():
             raise AssertionError("a row that sees no key has a logsumexp other than -inf")
@@ -61,7 +62,7 @@ Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
 
 
 def both_passes(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a function from operands and cotangents to outputs and gradients."""
+    """Return a function that maps operands and cotangents to outputs and gradients."""
 
     def run(operands: Any, cotangents: Any) -> Any:
         outputs, pullback = jax.vjp(function, operands)
@@ -73,7 +74,7 @@ def both_passes(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 def value_and_gradients(
     function: Callable[[oracle.Tensors], tuple[Any, Any]], operands: oracle.Tensors, cotangents: tuple[Any, Any]
 ) -> Results:
-    """Run both passes in one compiled program."""
+    """Run both passes of a function in one compiled program."""
     return all_values_and_gradients([function], [operands], [cotangents])[0]
 
 
@@ -82,7 +83,7 @@ def all_values_and_gradients(
     operands: Sequence[oracle.Tensors],
     cotangents: Sequence[tuple[Any, Any]],
 ) -> list[Results]:
-    """Run both passes of several functions in one compiled program, which shares the fixed cost of compilation."""
+    """Run both passes of several functions in one compiled program, to share the fixed cost of compilation."""
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILATION)
     def run(operands: Sequence[oracle.Tensors], cotangents: Sequence[tuple[Any, Any]]) -> Any:
@@ -95,18 +96,18 @@ def all_values_and_gradients(
 
 
 def errors(case: Case, outputs: tuple[Any, Any], gradients: oracle.Tensors | None, seed: int) -> dict[str, float]:
-    """Return the error of each result of ``case`` on the inputs drawn from ``seed``."""
+    """Return the relative error of each result of ``case`` by name. The inputs were drawn from ``seed``."""
     return errors_of(expected_results(case, outputs[0].dtype.name, seed), outputs, gradients)
 
 
 @functools.lru_cache(maxsize=128)
 def expected_results(case: Case, dtype: str, seed: int) -> oracle.Reference:
-    """Return the oracle's results of ``case`` on inputs drawn from ``seed``; cached, because backends share them."""
+    """Return the oracle's results for inputs drawn from ``seed``. They are cached, because all backends need them."""
     return expected_of(case, case.host_operands(dtype, seed), case.host_cotangents(dtype, seed))
 
 
 def expected_of(case: Case, operands: oracle.Tensors, cotangents: tuple[Any, Any]) -> oracle.Reference:
-    """Return the oracle's results of ``case`` on given inputs."""
+    """Return the oracle's results of ``case`` for the given inputs."""
     operands = oracle.Tensors(*(a if a is None else np.asarray(a) for a in operands))
     out, lse = map(np.asarray, cotangents)
     if not case.is_padded:
@@ -120,7 +121,7 @@ def expected_of(case: Case, operands: oracle.Tensors, cotangents: tuple[Any, Any
 def errors_of(
     expected: oracle.Reference, outputs: tuple[Any, Any], gradients: oracle.Tensors | None
 ) -> dict[str, float]:
-    """Return the error of each result."""
+    """Return the relative error of each result by name."""
     found = dict(zip(("out", "lse"), outputs, strict=True))
     pairs = {name: (getattr(expected.forward, name), getattr(expected.forward_magnitude, name)) for name in found}
     if gradients is not None:
@@ -170,10 +171,10 @@ def check_all(trials: Sequence[Trial], family: Family, at_once: int | None = Non
         trials: The problems.
         family: The family whose backend runs them.
         at_once: Number of trials per program. Default: the family's ``at_once``.
-        slack: Factor of the error bounds.
+        slack: Factor that multiplies the error bounds.
 
     Raises:
-        AssertionError: Results are wrong; the message lists every such problem.
+        AssertionError: Results are wrong. The message lists every problem with wrong results.
     """
     failures = []
     for double in (False, True):
@@ -202,7 +203,7 @@ def _failures(trials: Sequence[Trial], family: Family, slack: float) -> list[str
     except Exception as error:
         if len(trials) == 1:
             return [f"{_described(trials[0])}: {type(error).__name__}: {error}"]
-        # Run each trial separately to find the failing one.
+        # Run each trial separately to find the failing trials.
         return [failure for trial in trials for failure in _failures([trial], family, slack)] or [
             f"{[_described(trial) for trial in trials]} fail in one program, but not alone: {error}"
         ]
@@ -228,7 +229,7 @@ def _failures(trials: Sequence[Trial], family: Family, slack: float) -> list[str
 def check_gradients_repeat(
     case: Case, backend: str, names: Sequence[str] = oracle.Tensors._fields, dtype: str = "bfloat16", **arguments: Any
 ) -> None:
-    """Check that 20 more runs produce bitwise equal gradients."""
+    """Check that gradients of 21 runs are bitwise equal."""
     operands, cotangents = case.operands(dtype, 0), case.cotangents(dtype, 0)
 
     @functools.partial(jax.jit, compiler_options=as_users_do())
@@ -243,10 +244,10 @@ def check_gradients_repeat(
 
 
 def check_padding(case: Case, outputs: tuple[Any, Any], gradients: oracle.Tensors) -> None:
-    """Check that results of padding are exactly 0, and their logsumexp exactly -inf.
+    """Check that outputs and gradients of padding tokens are exactly 0, and their logsumexps exactly -inf.
 
     Raises:
-        AssertionError: A result of padding has another value.
+        AssertionError: A result of padding tokens has another value.
     """
     if not case.is_padded:
         return

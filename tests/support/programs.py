@@ -1,4 +1,4 @@
-"""Programs that tests run in separate processes: for other devices, other modules, crashes or peak memory."""
+"""Run programs in separate processes, for tests of other devices, module imports, crashes or peak memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.support.compilation import users_environment
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(natten_jax.__file__).parent
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
-#: Processes are forks of a server that has imported these modules. An import takes seconds, a fork a tenth of a second.
+#: Processes are forks of a server that has imported these modules. The imports take seconds, but a fork takes a tenth
+#: of a second.
 _PRELOADED = (
     "natten_jax.doctor.__main__",
     "natten_jax.profiler.__main__",
@@ -34,11 +35,12 @@ _PRELOADED = (
 )
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(list(_PRELOADED))
-#: Environment variables that are read after these imports. If another variable differs, a new interpreter is started.
+#: Environment variables that are read only after the imports, so a fork can change them. If any other variable differs
+#: from the server's, the program runs in a new interpreter instead.
 _READ_LATE = "XLA_FLAGS", "PYTEST_CURRENT_TEST", "PYTHONPATH", "COLUMNS", "MPLBACKEND"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # forks would lack NumPy's threads
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's threads would not exist in forks
 _ENVIRONMENT = dict(os.environ)
-warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # JAX warns about its threads
+warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # JAX warns because it has threads
 
 
 def run_python(
@@ -55,13 +57,13 @@ def run_python(
 
     Args:
         source: The program.
-        *arguments: Its ``sys.argv[1:]``.
-        devices: Number of devices that JAX sees. ``None`` lets the program choose.
-        quick: True for XLA's fast compilation, as in tests. False for the options of a user's process.
-        paths: Module search paths, before the environment's.
-        environment: Additional environment variables.
+        *arguments: ``sys.argv[1:]`` of the program.
+        devices: Number of CPU devices of JAX. If it is ``None``, the program sets the number.
+        quick: True for fast compilation with the tests' XLA options. False for XLA's defaults, as in a user's process.
+        paths: Value of PYTHONPATH, as a list of folders.
+        environment: Environment variables to add or replace.
         timeout: In seconds.
-        fresh: True to start without any imported modules, for programs that test imports or memory.
+        fresh: True to run in a new interpreter without imported modules, for programs that test imports or memory.
     """
     command = "-c", textwrap.dedent(source), *arguments
     variables = _environment(devices, paths, quick) | dict(environment or {})
@@ -79,10 +81,10 @@ def run_command(
     """Run ``python COMMAND...`` and return its exit status and output.
 
     Args:
-        command: ``-c`` and a program, ``-m`` and a module, or a file; with arguments.
-        environment: All environment variables.
+        command: ``-c`` and a program, ``-m`` and a module, or a file. The program's arguments follow.
+        environment: All environment variables of the process.
         timeout: In seconds.
-        folder: Working directory. Default: the current one.
+        folder: Working directory. Default: the current folder.
         fresh: See :func:`run_python`.
     """
     words = list(map(str, command))
@@ -95,7 +97,7 @@ def run_command(
         files = [Path(directory, name) for name in ("output", "errors")]
         request = words, dict(environment), str(folder or Path.cwd()), list(map(str, files))
         process = _FORKS.Process(target=_run, args=request)
-        with contextlib.chdir(ROOT):  # the server imports modules from here
+        with contextlib.chdir(ROOT):  # a server started here imports modules from here
             process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -110,7 +112,7 @@ def _started_with(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(words: list[str], environment: Mapping[str, str], folder: str, files: list[str]) -> None:
-    """Run a program in this process, as ``python WORDS...`` would."""
+    """Run a program in this forked process, as ``python WORDS...`` would. Write its output to ``files``."""
     for number, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
@@ -121,7 +123,7 @@ def _run(words: list[str], environment: Mapping[str, str], folder: str, files: l
     if kind == "-m":
         module, *_ = sys.argv = arguments
         sys.path[:0] = [folder, *paths]
-        sys.modules.pop(f"{module}.__main__", None)  # the server has imported it, but not run it
+        sys.modules.pop(f"{module}.__main__", None)  # imported by the server, but not run
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     elif kind == "-c":
         source, *sys.argv[1:] = arguments
@@ -134,7 +136,7 @@ def _run(words: list[str], environment: Mapping[str, str], folder: str, files: l
 
 
 def run_processes(source: str, arguments: Sequence[Sequence[str]], timeout: float = 300) -> list[str]:
-    """Run a program in several processes in parallel, all of which must succeed.
+    """Run a program in several parallel processes. All of them must succeed.
 
     Args:
         source: The program.
@@ -153,7 +155,7 @@ def run_processes(source: str, arguments: Sequence[Sequence[str]], timeout: floa
 
 
 def output_of(result: subprocess.CompletedProcess[str]) -> str:
-    """Return the standard output of a program that must succeed."""
+    """Check that a program succeeded, and return its standard output."""
     assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

@@ -1,6 +1,6 @@
-"""Resource limits of a test process: its share of the processors, and no preallocation of GPU memory.
+"""Resource limits of a test process: a limited number of threads, and no preallocation of GPU memory.
 
-Without limits, each of a dozen processes would start threads for all processors, and claim most of the GPU's memory.
+Without limits, each of a dozen processes would start threads for all processors and allocate most of the GPU's memory.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-#: Keeps GPU compilation on one thread. A flag that the installed jaxlib does not support would end the process.
+#: XLA flag that limits GPU compilation to one thread. It is set only if the installed jaxlib supports it, because XLA
+#: ends the process if a flag is unknown.
 COMPILER_FLAG = "--xla_gpu_force_compilation_parallelism=1"
 #: Minimum number of threads of a process. With fewer, tests would not cover multithreaded CPU kernels.
 LEAST_THREADS = 2
 
 
 def threads_each(processors: int, processes: int) -> int:
-    """Return the number of threads per process; together the processes keep all processors busy."""
+    """Return the number of threads per process. Together, the processes have two threads per processor, or more."""
     return max(LEAST_THREADS, -(-2 * processors // processes))
 
 
 def limits(environment: Mapping[str, str], processors: int, processes: int) -> dict[str, str]:
-    """Return environment variables that limit a test process, unless ``environment`` already sets them.
+    """Return environment variables that limit a test process, except those that ``environment`` already contains.
 
     Args:
-        environment: Current variables.
+        environment: Current environment variables.
         processors: Number of processors of the machine.
-        processes: Number of test processes that share it.
+        processes: Number of test processes that share the machine.
     """
     threads = str(threads_each(processors, processes))
     wanted = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -42,12 +43,15 @@ def limits(environment: Mapping[str, str], processors: int, processes: int) -> d
 
 
 def known(flags: Sequence[str]) -> list[str]:
-    """Return the XLA flags that the installed jaxlib supports: a process prints unknown flags and exits."""
+    """Return those XLA flags of ``flags`` that the installed jaxlib supports.
+
+    A separate process tries all flags: XLA prints unknown flags and ends the process.
+    """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     program = [sys.executable, "-c", "import jax; jax.devices()"]
     try:
         started = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    except OSError:  # an emulated interpreter of another machine cannot start processes
+    except OSError:  # an interpreter under emulation cannot start processes
         return []
     unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", started.stderr)
     if started.returncode and unknown is None:

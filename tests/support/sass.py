@@ -1,8 +1,8 @@
-"""Machine code of the CUDA kernels: early arrivals at barriers, and collectives in code whose lanes may diverge.
+"""Checks of the CUDA kernels' machine code: early arrivals at barriers, and collectives of diverged lanes.
 
-Instructions with variable latency set one of six scoreboards. Every instruction can wait for scoreboards. Since compute
-capability 7.0, bits 46 to 48 of an instruction's upper 64 bits encode the scoreboard that it sets, and bits 52 to 57
-the scoreboards that it waits for.
+Instructions with variable latency set one of six scoreboards. Every instruction can wait for scoreboards. The encoding
+since compute capability 7.0 is as follows. In an instruction's upper 64 bits, bits 46 to 48 are the number of the
+scoreboard that it sets. Bits 52 to 57 are a bit mask of the scoreboards that it waits for.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Instruction(NamedTuple):
     Attributes:
         address: Offset within the function, in bytes.
         text: The disassembly.
-        sets: Scoreboard that is released when its result is written, or ``None``.
-        waits: Scoreboards that it waits for, as a bit mask.
+        sets: Scoreboard that the hardware releases when it has written the instruction's result, or ``None``.
+        waits: Bit mask of the scoreboards that the instruction waits for.
     """
 
     address: int
@@ -62,16 +62,17 @@ def functions(lines: Iterable[str]) -> Iterator[tuple[str, list[Instruction]]]:
 
 
 def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Return arrivals at shared-memory barriers that are issued while earlier matrix loads may still be reading.
+    """Return arrivals at shared-memory barriers that can be issued before earlier matrix loads have read their data.
 
-    Loads and shuffles share a queue and complete in issue order: a load without a scoreboard has completed once a later
-    load or shuffle with a scoreboard has. ptxas relies on this for matrix instructions that read loaded data. The scan
-    is linear, and follows loops from their ends to their beginnings. It follows no other branches.
+    Loads and shuffles share a queue and complete in issue order. A load without a scoreboard has therefore completed
+    when a later load or shuffle with a scoreboard has completed. ptxas relies on this order for matrix instructions
+    that read loaded data. The scan is linear. Of all branches it follows only backward branches, from the end of a loop
+    to its beginning.
     """
     code = list(instructions)
     found: list[Instruction] = []
-    # Scoreboards of loads that are pending at a loop's end, by the address of its beginning. The highest bit is set for
-    # a load without a scoreboard.
+    # Bit masks of the scoreboards of loads that are pending at the end of a loop. The key is the address of the loop's
+    # beginning. _UNMARKED is set if a load without a scoreboard is pending.
     pending_at: dict[int, int] = {}
     for _ in range(2):
         found, pending = [], 0
@@ -89,9 +90,9 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
 
 
 def divergent_collectives(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Return branches to code that reconverges a warp: ptxas could not prove that its lanes run a collective together.
+    """Return branches to code that reconverges a warp. ptxas inserts them if a collective's lanes may have diverged.
 
-    A shuffle in a branch that only some lanes take is the usual cause, and such a warp waits forever.
+    The usual cause is a shuffle in a branch that only some lanes take. Such a warp waits forever.
     """
     return [each for each in instructions if "BRA.DIV" in each.text]
 
@@ -99,13 +100,13 @@ def divergent_collectives(instructions: Iterable[Instruction]) -> list[Instructi
 def found_in_kernels(
     find: Callable[[Iterable[Instruction]], list[Instruction]], library: Path, names: str
 ) -> dict[str, list[Instruction]]:
-    """Return the instructions found in each kernel whose name matches ``names``, a regular expression."""
+    """Apply ``find`` to each kernel whose name matches the regular expression ``names``. Return the results by name."""
     listing = subprocess.run(["cuobjdump", "-symbols", library], capture_output=True, text=True, check=True).stdout
     symbols = re.findall(r"^(?:STT_)?FUNC\s.*?(\S+)$", listing, re.MULTILINE)
     wanted = sorted({symbol for symbol in symbols if re.search(names, symbol)})
     assert wanted, f"no kernel's name matches {names}"
     command = ["cuobjdump", "-sass", "-fun", ",".join(wanted), str(library)]
-    # A library has several cubins: for each, warnings name the kernels that it lacks.
+    # The library has several cubins. For each cubin, cuobjdump prints warnings about the kernels that are not in it.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         found = {name: find(instructions) for name, instructions in functions(process.stdout)}
@@ -114,5 +115,5 @@ def found_in_kernels(
 
 
 def missing() -> str | None:
-    """Return the reason why machine code cannot be listed here, or ``None``."""
+    """Return the reason why machine code cannot be listed on this machine, or ``None``."""
     return None if shutil.which("cuobjdump") else "there is no cuobjdump"

@@ -1,7 +1,7 @@
-"""Distribution of tests among pytest-xdist workers: mostly by module.
+"""Distribute tests among pytest-xdist workers, mostly by module.
 
-Groups come from test names instead of ``xdist_group`` marks: pytest-xdist 3.8 passes marks in an attribute that
-pytest 9.2 removed, and then gives every test to any worker.
+Groups come from test names instead of ``xdist_group`` marks. pytest-xdist 3.8 reads these marks from an attribute that
+pytest 9.2 has removed. It then ignores the groups.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-#: Maximum number of consecutive tests of a module that one worker gets, so that work is spread over many workers and no
-#: single worker is still busy at the end.
+#: Maximum number of tests in a group. A larger module has several groups, so that several workers share its tests and
+#: finish at about the same time.
 MOST_TOGETHER = 100
-#: Modules in which each test runs a program for seconds: any idle worker takes the next test.
+#: Modules in which each test runs a program for seconds. Their tests are distributed individually.
 APART = frozenset(
     {
         "tests/repository/test_examples.py",
@@ -23,17 +23,17 @@ APART = frozenset(
         "tests/tpu/test_compiled_meshes.py",
     }
 )
-#: Tests that one worker runs sequentially on GPUs, because two of them would not fit in memory. On GPUs, all other
-#: tests are distributed individually.
+#: Parametrized tests whose cases run on one worker in GPU runs, because two cases at a time would not fit in memory. In
+#: GPU runs, all other tests are distributed individually.
 TOGETHER_ON_GPUS = frozenset({"tests/gpu/test_hopper.py::test_arrays_of_more_than_2_31_elements"})
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """Gives groups of tests to workers: tests of a module share compiled programs, builds and expected results.
+    """Gives groups of tests to workers. Tests of a module share compiled programs, builds and expected results.
 
     Args:
-        config: Configuration of the run.
-        log: Log of xdist.
+        config: Configuration of the pytest run.
+        log: Logger of xdist.
         is_of_gpu: True for a run on a GPU.
     """
 
@@ -44,7 +44,7 @@ class GroupScheduling(LoadScopeScheduling):
         self._counts: collections.Counter[str] = collections.Counter()
 
     def _split_scope(self, nodeid: str) -> str:
-        """Return the group of a test, numbered in collection order."""
+        """Return the name of a test's group. The groups of a module are numbered in collection order."""
         module, function = nodeid.partition("::")[0], nodeid.partition("[")[0]
         if self._is_of_gpu or module in APART:
             return function if self._is_of_gpu and function in TOGETHER_ON_GPUS else nodeid

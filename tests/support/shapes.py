@@ -12,10 +12,10 @@ Sizes = dict[str, tuple[int, ...]]
 
 
 def checked(function: Callable[..., Any], called: set[str]) -> Callable[..., Any]:
-    """Wrap a function so that it raises if arrays it takes or returns do not have their annotated shapes.
+    """Wrap a function so that it raises if an argument or result does not have its annotated shape.
 
-    Extents with the same name must be equal within a call and its results. Each call adds the function's name to
-    ``called``.
+    Extents with the same name must be equal in all arguments and results of a call. Each call adds the function's name
+    to ``called``.
     """
     signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
 
@@ -40,7 +40,10 @@ def has_shapes(hint: Any) -> bool:
 
 
 def check(value: Any, hint: Any, sizes: Sizes, where: str) -> None:
-    """Raise if arrays do not match their annotated shapes or ``sizes``; add new extents to ``sizes``."""
+    """Raise if arrays do not have their annotated shapes.
+
+    ``sizes`` has the known extents by name. Extents with new names are added to it.
+    """
     if value is None or hint is None:
         return
     if get_origin(hint) is Annotated:

@@ -1,7 +1,7 @@
-"""Training of two attention layers with ``flax.nnx``: on one device, or sharded over a mesh.
+"""Train two attention layers with ``flax.nnx`` on one device, or sharded over a mesh.
 
-Parameters are annotated for a mesh with an axis ``model``, over which heads are split. The second layer has fewer
-key/value heads than that axis has devices, so its key/value parameters are replicated.
+If the mesh has an axis ``model``, parameters are annotated so that heads are split over this axis. The second layer has
+only one key/value head, so its key/value parameters are replicated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Place = Callable[[np.ndarray], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """Results of training: a loss per step, parameters by name, and the compiled step."""
+    """Results of training: the loss of each step, the parameters by name, and the text of the compiled step."""
 
     losses: list[float]
     params: dict[str, jax.Array]
@@ -45,7 +45,7 @@ class Trained:
 
 
 def placed_by_processes(mesh: Mesh) -> Place:
-    """Return a function that puts a batch on the mesh; each process provides only its part."""
+    """Return a function that puts a batch on the mesh. Each process provides only its part of the batch."""
 
     def place(array: np.ndarray) -> jax.Array:
         own = np.split(array, jax.process_count())[jax.process_index()]
@@ -59,7 +59,7 @@ def _over_data(mesh: Mesh) -> NamedSharding:
 
 
 class Stack(flax_nnx.Module):
-    """Layers with the given numbers of key/value heads; ``is_sharded`` annotates their parameters."""
+    """Layers with the given numbers of key/value heads, and sharding annotations if ``is_sharded``."""
 
     def __init__(self, kv_heads: tuple[int, ...], is_sharded: bool) -> None:
         rngs = flax_nnx.Rngs(0)
@@ -78,7 +78,7 @@ class Stack(flax_nnx.Module):
                 bias_metadata=named("model", None),
                 out_kernel_metadata=named("model", None, None),
                 out_bias_metadata={},
-                bias_init=flax_nnx.initializers.normal(0.1),  # not zero, so that biases matter
+                bias_init=flax_nnx.initializers.normal(0.1),  # nonzero, so that biases matter
                 rngs=rngs,
                 **({"kv_kernel_metadata": {}, "kv_bias_metadata": {}} if is_whole else {}),
             )
@@ -92,7 +92,7 @@ class Stack(flax_nnx.Module):
 
 
 def train_nnx(mesh: Mesh | None = None, place: Place | None = None, layers: int = len(KV_HEADS)) -> Trained:
-    """Train the layers; without a mesh, on one device and without annotations."""
+    """Train the layers. Without a mesh, train on one device and without annotations."""
     is_explicit = mesh is not None and mesh.are_all_axes_explicit
     out_sharding = PartitionSpec("data", None, None) if is_explicit else None
     if place is None:

@@ -1,4 +1,4 @@
-"""The CPU kernels as a backend that wraps by strips, as GPU kernels do."""
+"""A CPU backend whose caller computes wrapped keys in separate calls (strips), as for some GPU kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from natten_jax.plan.plan import Plan
 
 
 class StripsBackend(CpuBackend):
-    """Supports windows that are shifted or cut; wrapped dimensions run as strips."""
+    """CPU kernels restricted to shifted and cut windows. Wrapped dimensions are computed in strips."""
 
     family = "strips"
     capabilities = dataclasses.replace(CpuBackend.capabilities, wraps_by_strips=True)

@@ -1,4 +1,4 @@
-"""Test the oracle's gradients against finite differences."""
+"""Compare the oracle's gradients with finite differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles that kernels walk over in a pass, computed from the mask only."""
+"""Count the tiles that kernels process in a pass, computed from the attention mask only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ Box = tuple[slice, ...]
 
 
 def groups_of(problem: Problem) -> Iterator[np.ndarray]:
-    """Yield the flat token indices of each dilation group, as an array of the group's layout."""
+    """Yield, for each dilation group, the flat indices of its tokens, as an array with the layout of the group."""
     tokens = np.arange(math.prod(problem.query_layout)).reshape(problem.query_layout)
     for group in itertools.product(*map(range, problem.dilation)):
         yield tokens[tuple(slice(first, None, step) for first, step in zip(group, problem.dilation, strict=True))]
 
 
 def walked(problem: Problem, pair: Any, pass_: str) -> tuple[np.ndarray, Tile, Tile]:
-    """Return visibility ``[outer tokens, inner tokens]`` of a pass, and its outer and inner tile."""
+    """Return the visibility ``[outer tokens, inner tokens]`` in a pass, the outer tile shape and the inner tile shape.
+
+    Outer tokens are queries in the forward pass, and keys in the backward pass.
+    """
     mask = oracle.neighborhood_mask(
         problem.query_layout, problem.kernel_size, problem.stride, problem.dilation, problem.is_causal
     )
@@ -32,7 +35,7 @@ def walked(problem: Problem, pair: Any, pass_: str) -> tuple[np.ndarray, Tile, T
 
 
 def outer_tiles(problem: Problem, mask: np.ndarray, tile: Tile) -> Iterator[tuple[np.ndarray, Box, np.ndarray]]:
-    """Yield each outer tile's dilation group, box in the group, and row visibility ``[rows, *group.shape]``."""
+    """Yield each outer tile's dilation group, its box in the group, and its visibility ``[rows, *group.shape]``."""
     for group in groups_of(problem):
         for corner in itertools.product(*(range(0, n, t) for n, t in zip(group.shape, tile, strict=True))):
             box = tuple(slice(c, min(c + t, n)) for c, t, n in zip(corner, tile, group.shape, strict=True))
@@ -40,19 +43,23 @@ def outer_tiles(problem: Problem, mask: np.ndarray, tile: Tile) -> Iterator[tupl
 
 
 def hull_of(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first token that any row sees, and the end after the last; zeros if rows see no token."""
+    """Return the bounding box ``[begin, end)`` of the tokens that rows see. It is empty if they see no token."""
     tokens = np.argwhere(seen.any(axis=0))
     return (tokens.min(axis=0), tokens.max(axis=0) + 1) if len(tokens) else (np.zeros(seen.ndim - 1, int),) * 2
 
 
 def inner_tiles(begin: Any, end: Any, tile: Tile) -> list[Box]:
-    """Return the tiles from one corner to another, as slices."""
+    """Return the tiles that cover the box ``[begin, end)``, as slices."""
     corners = itertools.product(*(range(b, e, t) for b, e, t in zip(begin, end, tile, strict=True)))
     return [tuple(slice(c, c + t) for c, t in zip(corner, tile, strict=True)) for corner in corners]
 
 
 def walk(problem: Problem, pair: Any, pass_: str, placement: str) -> dict[str, int]:
-    """Count the tiles that a kernel walks over, computed from the mask only."""
+    """Count the outer and inner tiles that a kernel processes.
+
+    ``full`` counts inner tiles without masked-out pairs. ``most_inner`` is the largest number of inner tiles of an
+    outer tile. ``hull_pairs`` counts the pairs of rows and tokens in bounding boxes.
+    """
     mask, outer_tile, inner_tile = walked(problem, pair, pass_)
     counts = dict.fromkeys(("outer", "inner", "full", "most_inner", "hull_pairs"), 0)
     for _, _, seen in outer_tiles(problem, mask, outer_tile):

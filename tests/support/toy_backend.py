@@ -1,4 +1,4 @@
-"""A backend family in fewer than 40 lines, outside the package: dense attention under the mask, in plain JAX."""
+"""A backend family outside the package, in fewer than 40 lines: dense attention with a mask, in plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ class ToyBackend(PureJaxBackend):
     def attend(self, plan, operands: Operands) -> Output:
         problem, inputs = plan.problem, operands.inputs
         (batch, *queries, heads, _), keys = inputs.query.shape, inputs.key.shape[1:-2]
-        # NumPy builds the mask of a whole layout outside of tracing, which saves tracing and compilation.
+        # Without origins, NumPy computes the mask during tracing, so that it is a constant and not traced or compiled.
         xp, origins = (np, np.zeros((2, 3), int)) if operands.origins is None else (jnp, operands.origins)
         mask = xp.ones((1, 1), bool)
         for axis, start, own, others in zip(problem.axes, origins[:, 3 - problem.rank :].T, queries, keys, strict=True):

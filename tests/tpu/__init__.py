@@ -1,1 +1,1 @@
-"""The TPU kernels and the compiler for TPUs, which needs no TPU: ``make test-tpu``."""
+"""Compile the TPU kernels with the compiler for TPUs, which does not need a TPU: ``make test-tpu``."""

@@ -1,4 +1,4 @@
-"""The compiler for TPUs, on a machine without a TPU: libtpu compiles for a chip that is only described."""
+"""Compile for TPUs on a machine without a TPU: libtpu compiles for the description of a chip."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from tests.support import oracle
 from tests.support.problems import Case
 
-#: Chips by name: the smallest topology with the chip, and JAX's device kind.
+#: The smallest topology with each chip and JAX's name of its device kind, by name of the chip.
 CHIPS: Mapping[str, tuple[str, str]] = {
     "v4": ("v4:2x2x1", "TPU v4"),
     "v5e": ("v5e:2x2", "TPU v5 lite"),
@@ -24,31 +24,31 @@ CHIPS: Mapping[str, tuple[str, str]] = {
 
 @functools.cache
 def devices_of(chip: str) -> Sequence[jax.Device]:
-    """Return the devices of a machine with a few of the chips."""
+    """Return the devices of the smallest topology with the chip."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip][0]).devices
 
 
 def compiled_for(chip: str, function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
-    """Compile a program for a chip.
+    """Compile a function for a chip.
 
     Args:
         chip: A key of :data:`CHIPS`.
         function: The function to compile.
-        arguments: Shapes of its arguments.
+        arguments: Shapes of the function's arguments.
     """
     sharding = SingleDeviceSharding(devices_of(chip)[0])
     arguments = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), arguments)
     device = AbstractDevice(device_kind=CHIPS[chip][1], num_cores=1, platform="tpu")
-    # Pallas lowers some operations differently per chip.
+    # Pallas must know the chip, because it lowers some operations differently for different chips.
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
     return lowered.compile()
 
 
 def shapes_of(case: Case, dtype: str) -> tuple[oracle.Tensors, tuple[Any, Any]]:
-    """Return shapes of the operands and cotangents of a problem."""
+    """Return the shapes and element types of a problem's operands and cotangents."""
 
     def array(tokens: tuple[int, ...], heads: int, width: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((case.batch, *tokens, heads, width), jnp.dtype(dtype))

@@ -1,4 +1,4 @@
-"""Problems that the TPU kernels are compiled for: layers of published models, and every feature at odd sizes."""
+"""Problems for which the TPU kernels are compiled: layers of published models, and each feature at unusual sizes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Compiled:
     """A problem to compile.
 
     Attributes:
-        case: The problem; its arrays are never created.
+        case: The problem, of which only shapes are used.
         dtype: Element type.
-        is_quick: True for the few problems that every run compiles.
+        is_quick: True if every run compiles the problem. Others are compiled only on request.
     """
 
     case: Case
@@ -48,7 +48,7 @@ def _attention(queries: int, keys: int, heads: int = 4, head_dim: int = 128, **f
 
 
 def _images() -> Iterator[tuple[str, Compiled]]:
-    """Yield layers of image models: NAT and DiNAT of 224 x 224 pixels, DiNAT of 384 x 384, HDiT."""
+    """Yield layers of image models: NAT and DiNAT for 224 x 224 pixels, DiNAT for 384 x 384 pixels, and HDiT."""
     for stage, (extent, dilation) in enumerate(((56, 8), (28, 4), (14, 2), (7, 1)), start=1):
         yield f"NAT stage {stage}", Compiled(_square(extent, 2**stage, 7), is_quick=stage in (1, 4))
         if dilation > 1:
@@ -66,7 +66,7 @@ def _images() -> Iterator[tuple[str, Compiled]]:
 
 
 def _videos() -> Iterator[tuple[str, Compiled]]:
-    """Yield layers of video models: NATTEN's examples, HunyuanVideo, Wan, Cosmos."""
+    """Yield examples of NATTEN, and layers of the video models HunyuanVideo, Wan and Cosmos."""
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     shapes = ((8, 16, 24), (2, 4, 3)), ((16, 16, 16), (4, 8, 4))
     for layout, window in shapes:
@@ -93,7 +93,7 @@ def _videos() -> Iterator[tuple[str, Compiled]]:
 
 
 def _sequences() -> Iterator[tuple[str, Compiled]]:
-    """Yield sequence problems: bands of a graph's ordered tokens, NATTEN's example, and plain attention."""
+    """Yield problems on sequences: windows over the ordered nodes of a graph, NATTEN's example, and plain attention."""
     for window in (512, 1024, 2048):
         yield f"band of {window}", Compiled(_band(32768, window), is_quick=window == 1024)
         yield f"band of {window}, causal", Compiled(_band(32768, window, is_causal=(True,)), is_quick=window == 2048)
@@ -111,7 +111,7 @@ def _sequences() -> Iterator[tuple[str, Compiled]]:
 
 
 def _widths() -> Iterator[tuple[str, Compiled]]:
-    """Yield problems with every head dimension, equal or different for values, in both element types."""
+    """Yield problems of many head dimensions, equal or different for keys and values, some also in float32."""
     for width in (32, 40, 64, 80, 96, 128, 160, 192, 256):
         wide = dataclasses.replace(_square(48, 2, 13, head_dim=width, batch=2))
         yield f"heads of {width}", Compiled(wide, is_quick=width == 256)
@@ -123,7 +123,7 @@ def _widths() -> Iterator[tuple[str, Compiled]]:
 
 
 def _features() -> Iterator[tuple[str, Compiled]]:
-    """Yield problems with each feature of a call, for layouts that no tile divides."""
+    """Yield problems that use the features of a call, with layouts whose extents are not multiples of tile extents."""
     yield "one token", Compiled(Case((1, 1), (1, 1)))
     yield "one row", Compiled(Case((1, 13, 1), (1, 5, 1), head_dim=32))
     scaled = Case((37, 41), (9, 12), heads=2, heads_kv=1, head_dim=64, scales=(0.5, -0.1))
@@ -145,7 +145,7 @@ def _features() -> Iterator[tuple[str, Compiled]]:
     yield "everything at once, float32", Compiled(everything, "float32")
 
 
-#: Problems by name.
+#: All problems by name.
 PROBLEMS: Mapping[str, Compiled] = dict(
     pair for part in (_images, _videos, _sequences, _widths, _features) for pair in part()
 )

@@ -1,4 +1,4 @@
-"""Compiled programs: the kernels they call, and the copies of their arguments."""
+"""Inspect compiled programs: count the kernel calls, and find the copies of arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z\-]*)\((.*?)\)(?:, |$)(.*)$", re.MULTILINE)
 _ARRAY = re.compile(r"[a-z]+[0-9]+\[([0-9,]*)\]")
-#: Operations that only read an array, or move it to a core's memory and back.
+#: Operations that do not count as copies: they only read an array, or move it to a core's memory and back.
 _COPIES_NOTHING = ("bitcast", "copy-start", "copy-done", "slice-start", "slice-done", "get-tuple-element", "tuple")
 
 
@@ -25,7 +25,7 @@ class _Instruction(NamedTuple):
 
 
 class Program:
-    """A program.
+    """A compiled program.
 
     Args:
         text: The program in XLA's text format.
@@ -44,10 +44,10 @@ class Program:
         return sum(each.is_kernel for each in named)
 
     def copies_of(self, argument: str) -> list[bool]:
-        """Return, for each copy of an argument on its way to kernels, True if the copy has more elements.
+        """Return one value per copy of an argument that is made for kernels: True if the copy has more elements.
 
         Args:
-            argument: Name of the argument in JAX, ``"operands.key"``.
+            argument: Name of the argument in JAX, for example ``"operands.key"``.
         """
         (found,) = (
             name

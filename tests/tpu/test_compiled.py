@@ -1,6 +1,6 @@
-"""Compile the kernels with the compiler for TPUs.
+"""Compile the TPU kernels for each chip with the compiler for TPUs.
 
-The compiler reports an error if a kernel takes more VMEM than a chip has, or uses an unsupported instruction.
+The compiler reports an error if a kernel needs more VMEM than a chip has, or uses an unsupported instruction.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ KERNELS = "natten_jax_tpu_forward", "natten_jax_tpu_query_gradient", "natten_jax
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize with every problem and every chip, or with a few."""
+    """Parametrize with every chip, and with every problem or, by default, with a few problems."""
     if "chip" in metafunc.fixturenames:
         metafunc.parametrize("name", PROBLEMS if metafunc.config.getoption("all_compiled") else QUICK)
         metafunc.parametrize("chip", CHIPS)
 
 
 def test_both_passes_compile_and_copy_only_the_documented_arrays(name: str, chip: str) -> None:
-    """Queries, keys and values are transposed once, to a heads-first layout, and not copied otherwise.
+    """Queries, keys and values are transposed once, to a layout with heads before tokens. There are no other copies.
 
-    Layouts that no tile divides are also padded, differently per call and pass: this copies the array once more, or
-    twice if XLA transposes and pads separately.
+    The exception is padding of layouts that are not multiples of the tiles. Each call and pass pads differently. This
+    adds a copy or, if XLA transposes and pads separately, two copies.
     """
     problem = PROBLEMS[name]
     case = problem.case

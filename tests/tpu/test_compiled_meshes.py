@@ -1,4 +1,4 @@
-"""Programs for several TPUs: the compiler for TPUs partitions each kind of mesh axes."""
+"""Compile programs for several TPUs, with explicit, manual and automatic mesh axes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gradient(backend: str, token_axes: tuple[str, ...] | None = None) -> Callabl
 
 
 def text_of(function: Callable[[jax.Array], jax.Array], mesh: Mesh, spec: PartitionSpec) -> str:
-    """Return the text of the program that each device runs."""
+    """Return the text of the compiled program, which all devices run."""
     x = jax.ShapeDtypeStruct((2, 32, 64, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         text = jax.jit(function).trace(x).lower(lowering_platforms=("tpu",)).compile().as_text()
