@@ -1,4 +1,4 @@
-"""Compare the window arithmetic in Python with the oracle's definition, and that in C++ with that in Python."""
+"""Compare the window arithmetic in Python with the oracle's definition, and the C++ implementation with Python."""
 
 from __future__ import annotations
 
@@ -189,13 +189,13 @@ def native_facts(window: Window) -> tuple[int, int, int]:
 
 
 def same_window(window: Window, index: int, length: int) -> None:
-    """Check that the native implementation returns the same window of a query as Python."""
+    """Check that the native implementation and Python return the same window of a query."""
     expected = tuple(map(int, windows.window_bounds(window, index, length)))
     assert tuple(compiled().window_bounds(index, length, *native_facts(window))) == expected, (window, index, length)
 
 
 def same_inverse_window(window: Window, index: int, queries: int, keys: int) -> None:
-    """Check that the native implementation returns the same inverse window of a key as Python."""
+    """Check that the native implementation and Python return the same inverse window of a key."""
     expected = tuple(map(int, windows.inverse_window_bounds(window, index, queries, keys)))
     found = tuple(compiled().inverse_window_bounds(index, queries, keys, *native_facts(window)))
     assert found == expected, (window, index, queries, keys)

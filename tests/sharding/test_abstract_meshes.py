@@ -100,7 +100,7 @@ def test_lowered_over_an_abstract_mesh(backend: str | None) -> None:
 
 @every_backend
 def test_exported_over_an_abstract_mesh_with_the_gradient(backend: str | None) -> None:
-    """Export each program with its gradient without devices, and call it on the CPU devices."""
+    """Export each program and its gradient without devices, and call both on the CPU devices."""
     arrays, attend = drawn(), operator(backend)
     expected = jax.jit(with_gradients(attend))(*arrays)
 

@@ -137,7 +137,7 @@ class Split(NamedTuple):
 
     @classmethod
     def draw(cls, source: random.Random) -> Split:
-        """Draw a problem that is not plain attention, which gathers its tokens. Three of four problems have halos."""
+        """Draw a problem, but not plain attention, because it gathers its tokens. Three of four draws have halos."""
         has_halos = source.random() < 0.75
         while True:
             drawn = cls._draw(source)
@@ -180,7 +180,7 @@ class Split(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """Return the kernel calls in an overlapped forward pass: one for the local keys, and one per halo slab."""
+        """Number of kernel calls in an overlapped forward pass: one for the local keys, and one per halo slab."""
         if self.is_gathered:
             return 1
         # Each of two devices has one halo. One kernel call handles both cases, because all devices run the same

@@ -1,4 +1,4 @@
-"""Operators and modules on unsharded arrays while a device mesh is set, and manual mesh axes of results."""
+"""Operators and modules on unsharded arrays while a device mesh is set, and operators inside ``shard_map``."""
 
 from __future__ import annotations
 

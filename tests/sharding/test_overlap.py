@@ -49,7 +49,7 @@ STRIDED_VIDEO = problem_of((30, 48, 80), (18, 24, 24), (16, 8, 8), heads=24, hea
     ],
 )
 def test_overlap_pays_on_a_gpu(problem: Problem, parts: tuple[int, ...]) -> None:
-    """Overlap is selected. For one of these problems it reduced the measured time on two H200 from 11.9 to 11.5 ms."""
+    """Test that overlap is selected. On two H200, it reduced the time of one of these problems from 11.9 to 11.5 ms."""
     halos = halos_of(problem, parts)
     assert all(overlap_that_pays(plan, halos) is not None for plan in plans(problem))
 
@@ -157,8 +157,8 @@ def test_the_time_of_a_split_is_predicted() -> None:
         assert alone.seconds == pytest.approx(one, rel=0.03)
         assert one / 2.1 < two.seconds < one / 1.9
         assert 0.5 * two.seconds > eight.seconds > two.seconds / 4
-        # 40 devices are on several hosts, and each has two columns. The part of the exchange that compute does not hide
-        # takes longer than the compute.
+        # With 40 devices, the network between hosts is used, and each device has two columns. The part of the exchange
+        # that compute does not hide then takes longer than the compute.
         assert many.exposed > many.compute
     # The backward pass sends gradients of halos back after all compute, so compute hides only a part of its exchange.
     _, backward = plans(video)

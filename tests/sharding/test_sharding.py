@@ -68,8 +68,8 @@ SPLITS = {
     "one key/value head": Split("y", "x", 4, 1),
     "nothing": Split(None, None, 4, 2),
 }
-#: Splits that are tested with plain JAX, and those of them that are tested with all functions. The others are left out
-#: because XLA compiles plain JAX slowly.
+#: FEW contains the splits that are tested with plain JAX, which XLA compiles slowly. THOROUGH contains the splits that
+#: are tested with all functions of plain JAX.
 FEW = ("both", "groups", "groups that are split")
 THOROUGH = ("both", "groups that are split")
 THOROUGH_MODES = ("Auto", "Explicit", "Manual", "Auto+Manual")

@@ -38,8 +38,8 @@ class Case:
         head_dim: Head dimension of query and key.
         head_dim_v: Head dimension of value. ``None`` is ``head_dim``.
         scale: Scale of the logits. ``None`` is the default.
-        scales: Values of a scale that is passed as an array instead of ``scale``: one value per query head, or one
-            value, which is passed as a scalar array.
+        scales: Scales of the logits, passed as an array operand instead of ``scale``. Several values are scales per
+            query head. A single value becomes a scalar array.
         additional: Number of additional key/value tokens.
         fused: Value of ``try_fuse_additional_kv``: True to process additional tokens in the same kernel.
         queries: Number of query tokens. If it is given, the problem is plain attention, and ``layout`` contains the
@@ -186,7 +186,8 @@ class Case:
         return dataclasses.replace(self, edges=tuple(edges))
 
     def mask(self) -> np.ndarray:
-        """Return the oracle's visibility ``[query tokens, key tokens]``, with a batch axis if entries differ."""
+        """Return the oracle's visibility ``[query tokens, key tokens]``. A batch axis is first if entries can
+        differ."""
         if self.is_placed:
             return np.stack([self._mask_of_entry(i, *facts) for i, facts in enumerate(self.entry_facts())])
         if self.queries is not None:

@@ -13,7 +13,7 @@ LARGEST_HEAD_DIM = 64
 
 
 class ColumnsBackend(CpuBackend):
-    """CPU kernels restricted to head dimensions in multiples of 8, and to key biases in extra columns."""
+    """CPU kernels that support only head dimensions in multiples of 8, and only key biases in extra columns."""
 
     family = "columns"
     capabilities = dataclasses.replace(

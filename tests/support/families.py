@@ -33,8 +33,8 @@ class Family:
         backend: The registered backend.
         dtypes: Element types that it supports. Most tests use the first.
         problems: Default number of random problems per test, limited by compile time.
-        at_once: Number of problems per compiled program. For plain JAX, compile time grows faster than the number of
-            problems: 15 padded problems take 8.5 s of CPU time in 15 programs, and 10.6 s in two. For kernel calls,
+        at_once: Number of problems per compiled program. For plain JAX, compile time grows faster than this number. For
+            example, 15 padded problems take 8.5 s of CPU time in 15 programs, and 10.6 s in two. For kernel calls,
             large programs are cheaper per problem: 125 problems take 11.5 s in programs of 5 problems, and 9.1 s in
             programs of 20.
     """
@@ -47,7 +47,7 @@ class Family:
     @classmethod
     def for_backend(cls, backend: Backend) -> Family:
         """Return the family of a backend with the test settings that suit it."""
-        # Most tests use only the first type.
+        # Most tests use only the first type: float32, if the backend supports it.
         first = "bfloat16" if "float32" not in backend.capabilities.dtypes else "float32"
         dtypes = first, *(dtype for dtype in backend.capabilities.dtypes if dtype != first)
         on_host = backend.capabilities.platform is not None and backend.capabilities.platform.name == "cpu"

@@ -162,8 +162,8 @@ TARGETS = (
         choices={"is_deterministic": 1},
         tile_tokens=(64, 128),
         # The scratch array consists of accumulators of the query gradient, one counter, and one counter per query tile.
-        # Each head has (2 x 1) x 3 x (2 x 1) query tiles: dilation groups times tiles per group in the first and last
-        # dimension.
+        # Each head has (2 x 1) x 3 x (2 x 1) query tiles. A factor in parentheses is the number of dilation groups
+        # times the number of tiles per group.
         scratch={
             "scratch": ((2 * 2 * (4 * 5 * 6 * 64) + 1 + 2 * 2 * (2 * 3 * 2),), np.float32),
             "dkey_bias": ((2, 4, 5, 6, 2), np.float32),

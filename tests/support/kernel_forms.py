@@ -73,7 +73,7 @@ def hopper_forms() -> Iterator[Form]:
 def cutlass_forms() -> Iterator[Form]:
     """Yield forms that differ in element type, precision and head dimension.
 
-    For 16-bit heads of 128, a second form has query tiles of 256 tokens in the forward pass.
+    16-bit heads of 128 dimensions have a second form, with query tiles of 256 tokens in the forward pass.
     """
     for dtype, width in itertools.product(("bfloat16", "float16"), (64, 128, 256)):
         yield Form(dtype, width, Performance((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))

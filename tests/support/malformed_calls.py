@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def refused(name: str, change: Change, *words: str) -> Case:
-    """Return a case that must fail with an error message of this package that contains ``words``."""
+    """Return a case that must fail. The error message contains ``words`` and the name of this package."""
     return Case(name, change, ("natten_jax", *words))
 
 
@@ -65,7 +65,7 @@ def with_integers(**values: tuple[int, ...]) -> Change:
 
 
 def with_axes(**fields: tuple[int, ...]) -> Change:
-    """Return a change of fields of the attribute ``axes``."""
+    """Return a change that replaces fields of the attribute ``axes``."""
 
     def change(call: Call) -> None:
         call.attributes["axes"] = axes_of(axis_fields(call.attributes["axes"]) | fields)
@@ -241,8 +241,8 @@ def reduction_cases() -> Iterator[Case]:
 def origin_cases(target: Target) -> Iterator[Case]:
     """Yield cases with origins outside the layout.
 
-    Such a query origin is invalid, which only CPU handlers check. Such a key origin is valid, because no query sees
-    these keys.
+    For queries, these origins are invalid, but only CPU handlers check them. For keys, they are valid, because no query
+    sees the keys.
     """
     for (row, name), column, value in itertools.product(
         enumerate(("query", "key")), range(3), (-1, 1, 1000, INT32_MAX, INT32_MIN)
@@ -352,7 +352,7 @@ def cases_of(target: Target) -> Iterator[Case]:
         yield from reduction_cases()
         return
     yield from choice_cases(target)
-    if not target.variant:  # these cases do not depend on the arrays
+    if not target.variant:  # variants skip cases that do not depend on arrays
         yield from (*attribute_cases(target), *origin_cases(target))
         yield from layout_cases(target) if "layouts" in target.operands else ()
     yield from box_cases() if target.replaces else ()

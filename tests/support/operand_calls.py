@@ -221,7 +221,7 @@ CALLS: Mapping[str, OperandCall] = {
 
 
 def cases_of(family: Family) -> Mapping[str, OperandCall]:
-    """Return the calls to test with a family. Only plain JAX tests functions without a ``backend`` argument."""
+    """Return the calls to test with a family. Only plain JAX includes functions without ``backend``."""
     return {
         name: call
         for name, call in CALLS.items()

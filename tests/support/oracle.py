@@ -24,7 +24,7 @@ Operand = Any  # NumPy array in this module; operators get JAX arrays
 def window(
     position: int, length: int, kernel_size: int, stride: int, is_causal: bool, edges: str = "shift"
 ) -> list[int]:
-    """Return the ordered keys that the query at ``position`` sees in a dilation group of ``length`` tokens."""
+    """Return, in order, the keys that the query at ``position`` sees in a dilation group of ``length`` tokens."""
     return [place % length for place in window_places(position, length, kernel_size, stride, is_causal, edges)]
 
 
@@ -167,7 +167,7 @@ class Forward(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Results of a problem, and for each result the magnitude of the terms that are added.
+    """Results of a problem, and for each result the magnitude of the terms that add up to it.
 
     A floating-point computation cannot be more accurate than the rounding errors of the terms it adds. If a result is
     small because its terms cancel, compare its error with this magnitude.
@@ -365,7 +365,7 @@ def _flatten(operands: Tensors, mask: Array, entries: Array | None, is_real: Arr
 
 
 def _bias(operands: Tensors, entries: Array | None, keys: int) -> Array:
-    """Return the sum of the biases of ``keys`` keys. The biases of additional keys are 0."""
+    """Return the biases that are added to the logits of ``keys`` keys. They are 0 for additional keys."""
     tokens = int(np.prod(operands.key.shape[1:-2]))
     found = np.zeros((1, 1, 1, tokens))
     if operands.relative_bias is not None:

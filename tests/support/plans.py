@@ -21,7 +21,7 @@ def plans_of(
     device: Device | None = None,
     precision: str | None = None,
 ) -> tuple[Backend, dict[Pass, Plan]]:
-    """Return the named backend, and its plan of each pass as the operators would make it."""
+    """Return the named backend, and the plan of each pass that the operators would use with this backend."""
     backend = backends.find(name, problem.operator)
     request = Request(problem, performance or Performance(), name, precision)
     return backend, {pass_: plan_with(backend, request, device or default_device(), pass_) for pass_ in PASSES}
@@ -30,7 +30,7 @@ def plans_of(
 def launches_by_tiles(
     problem: Problem, pass_: Pass, capability: ComputeCapability | None = (9, 0)
 ) -> Iterator[tuple[TilePair, tuple[small_windows.Launch, ...]]]:
-    """Yield the tiles of small-window kernels with the kernel launches of each tile pair, predicted fastest first."""
+    """Yield each tile pair of the small-window kernels and its kernel launches, in order of predicted time."""
     for pair, _ in small_windows.ranked("cutlass", problem, pass_, capability):
         found = small_windows.estimate("cutlass", problem, pass_, pair, capability)
         if found is not None:
@@ -40,7 +40,7 @@ def launches_by_tiles(
 def kernels_by_tiles(
     problem: Problem, pass_: Pass, capability: ComputeCapability | None = (9, 0)
 ) -> Iterator[tuple[TilePair, tuple[str, ...]]]:
-    """Yield the tiles of small-window kernels with the kernel names of each tile pair, predicted fastest first."""
+    """Yield each tile pair of the small-window kernels and the names of its kernels, in order of predicted time."""
     for pair, launches in launches_by_tiles(problem, pass_, capability):
         yield pair, tuple(launch.kernel for launch in launches)
 

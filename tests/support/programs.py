@@ -97,7 +97,7 @@ def run_command(
         files = [Path(directory, name) for name in ("output", "errors")]
         request = words, dict(environment), str(folder or Path.cwd()), list(map(str, files))
         process = _FORKS.Process(target=_run, args=request)
-        with contextlib.chdir(ROOT):  # a server started here imports modules from here
+        with contextlib.chdir(ROOT):  # the server, if it starts now, imports modules from here
             process.start()
         process.join(timeout)
         if process.exitcode is None:

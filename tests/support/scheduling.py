@@ -1,7 +1,7 @@
 """Distribute tests among pytest-xdist workers, mostly by module.
 
 Groups come from test names instead of ``xdist_group`` marks. pytest-xdist 3.8 reads these marks from an attribute that
-pytest 9.2 has removed. It then ignores the groups.
+pytest 9.2 has removed. With pytest 9.2, pytest-xdist therefore ignores the groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Count the tiles that kernels process in a pass, computed from the attention mask only."""
+"""Count the tiles that kernels process in a pass. The only input is the attention mask."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def walk(problem: Problem, pair: Any, pass_: str, placement: str) -> dict[str, i
     """Count the outer and inner tiles that a kernel processes.
 
     ``full`` counts inner tiles without masked-out pairs. ``most_inner`` is the largest number of inner tiles of an
-    outer tile. ``hull_pairs`` counts the pairs of rows and tokens in bounding boxes.
+    outer tile. ``hull_pairs`` is the sum, over outer tiles, of the number of rows times the number of tokens in the
+    bounding box that these rows see.
     """
     mask, outer_tile, inner_tile = walked(problem, pair, pass_)
     counts = dict.fromkeys(("outer", "inner", "full", "most_inner", "hull_pairs"), 0)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from tests.support import oracle
 from tests.support.problems import Case
 
-#: The smallest topology with each chip and JAX's name of its device kind, by name of the chip.
+#: By chip: the name of the smallest topology with this chip, and the name of the device kind in JAX.
 CHIPS: Mapping[str, tuple[str, str]] = {
     "v4": ("v4:2x2x1", "TPU v4"),
     "v5e": ("v5e:2x2", "TPU v5 lite"),
@@ -41,7 +41,7 @@ def compiled_for(chip: str, function: Callable[..., Any], *arguments: Any) -> ja
     sharding = SingleDeviceSharding(devices_of(chip)[0])
     arguments = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), arguments)
     device = AbstractDevice(device_kind=CHIPS[chip][1], num_cores=1, platform="tpu")
-    # Pallas must know the chip, because it lowers some operations differently for different chips.
+    # Pallas reads the chip from the mesh, because it lowers some operations differently for different chips.
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
     return lowered.compile()

@@ -44,7 +44,7 @@ class Program:
         return sum(each.is_kernel for each in named)
 
     def copies_of(self, argument: str) -> list[bool]:
-        """Return one value per copy of an argument that is made for kernels: True if the copy has more elements.
+        """Return a value for each copy of an argument on its way to kernels: True if the copy has more elements.
 
         Args:
             argument: Name of the argument in JAX, for example ``"operands.key"``.
