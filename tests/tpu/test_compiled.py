@@ -25,8 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_both_passes_compile_and_copy_only_the_documented_arrays(name: str, chip: str) -> None:
-    """Queries, keys and values are transposed once, to a layout with heads before tokens. No other copies are made,
-    except for padding.
+    """Queries, keys and values are transposed once, to a heads-first layout, and otherwise copied only for padding.
 
     Layouts that are not multiples of the tiles are padded, differently for each call and pass. Each padding adds a copy
     or, if XLA transposes and pads separately, two copies.
