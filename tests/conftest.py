@@ -1,15 +1,15 @@
 """Fixtures and parametrization shared by all tests.
 
-Parameters of a test determine its runs:
+A test runs once for each value of the following parameters, if it has them:
 
-- ``family``: every backend family. ``native_family``: families with compiled kernels. ``pure_family``: families in
-  plain JAX.
-- ``dtype``: also every element type of the family. ``other_dtype``: every element type except the first.
-- ``problem_indices``: ``--problems`` problems of each family, several per test. ``other_problem_indices``: a quarter
-  of them.
+- ``family``: all backend families. ``native_family``: the families with compiled kernels. ``pure_family``: the families
+  in plain JAX.
+- ``dtype``: the element types of the family. ``other_dtype``: these types except the first.
+- ``problem_indices``: ranges of the numbers of random problems. ``--problems`` is the number of problems per family.
+  ``other_problem_indices``: ranges for a quarter of this number.
 
-A test session runs either on the CPU or, with ``-m gpu``, on a GPU, never on both: JAX's default platform, the
-collected modules, fixtures and the programs that tests start then agree on the platform.
+A test session runs on the CPU or, with ``-m gpu``, on a GPU. It never uses both, so that all modules, fixtures and
+processes have the same default platform.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ for name, examples in (("core", 25), ("all", 200)):
         name, derandomize=True, deadline=None, database=None, print_blob=True, max_examples=examples
     )
 
-# Tests of files that only a clone has (pages, build script, benchmarks) are not collected without a clone.
+# These tests need files that only a clone of the repository has: documentation, build script or benchmarks. They are
+# not collected if these files are absent.
 _CLONE_ONLY = ["bench", "repository", "profiler/test_profiler_advice.py"]
 collect_ignore = [] if (Path(__file__).parents[1] / "README.md").exists() else _CLONE_ONLY
 
@@ -53,8 +54,8 @@ SELECTIONS: Mapping[str, Callable[[Family], bool]] = {
     "native_family": lambda family: family.target is not None,
     "pure_family": lambda family: family.capabilities.is_plain_jax,
 }
-#: Number of host devices in a test process, for tests of meshes. Programs started by tests have a single device by
-#: default.
+#: Number of CPU devices in a test process. Tests of meshes need several. By default, processes that tests start have
+#: one device.
 DEVICES = 8
 #: Parameters of a test that depend on its family.
 _FAMILY_PARAMETERS = "pass_", "dtype", "other_dtype", "problem_indices", "other_problem_indices"
@@ -78,16 +79,17 @@ def _is_of_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the platform; limit the resources of this process and of the workers that it is about to start."""
+    """Choose the default platform. Limit the resources of this process and of the workers that it will start."""
     hypothesis.settings.load_profile("core" if config.getoption("core") else "all")
-    os.environ["PYTHONFAULTHANDLER"] = "1"  # a program started by a test prints where it crashed
-    # JAX's traces are long-lived: by default, garbage collection scans them repeatedly, for a tenth of a run.
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # processes that tests start print a stack trace if they crash
+    # By default, garbage collection scans JAX's long-lived traces again and again, for a tenth of the session's time.
     gc.set_threshold(200_000, 20, 100)
     if not _is_of_gpu(config):
-        os.environ["JAX_PLATFORMS"] = "cpu"  # for workers, and for programs that tests start
-        jax.config.update("jax_platforms", "cpu")  # JAX has already read the environment
+        # The variable is for workers, and for processes that tests start. In this process, JAX has already read it.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", DEVICES)
-    if not hasattr(config, "workerinput"):  # workers inherit these settings
+    if not hasattr(config, "workerinput"):  # not in workers, which inherit the environment
         if not _is_of_gpu(config):
             _store_programs()
             flags = os.environ.get("XLA_FLAGS", ""), *known([*flags_of(QUICK_HOST_OPTIONS), COMPILER_FLAG])
@@ -97,10 +99,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _store_programs() -> None:
-    """Cache compiled XLA programs in ``build/compiled``, for all test processes and for the next run.
+    """Cache compiled XLA programs in ``build/compiled``. All test processes and later sessions share the cache.
 
-    A change of the package invalidates the cache: a program's key does not include the callbacks that partition calls
-    over devices. The key includes metadata, because the profiler reads it.
+    A change of the package or of ``tests/support`` starts a new cache: the callbacks that partition calls over devices
+    may change a program, but are not part of its cache key. The key includes a program's metadata, because the profiler
+    reads it.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -109,7 +112,7 @@ def _store_programs() -> None:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     folder = Path(__file__).parents[1] / "build" / "compiled"
     others = sorted((each for each in folder.glob("*") if each.name != digest), key=lambda each: each.stat().st_mtime)
-    for outdated in others[:-2]:  # other runs may still use the two latest caches
+    for outdated in others[:-2]:  # other sessions may still use the two latest caches
         shutil.rmtree(outdated, ignore_errors=True)
     options: dict[str, Any] = {
         "jax_compilation_cache_dir": str(folder / digest),
@@ -124,7 +127,7 @@ def _store_programs() -> None:
 
 @pytest.fixture
 def without_stored_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile every program in this process, and in the programs that the test starts."""
+    """Disable the cache of compiled programs in this process and in processes that the test starts."""
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
@@ -142,9 +145,9 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests of other or absent platforms, and ``slow`` tests unless they are selected.
+    """Skip tests that do not run on this platform and, unless ``--slow`` is given, tests that are marked ``slow``.
 
-    Slow tests run first; otherwise the last worker would still run one after all others have finished.
+    Slow tests run first. Otherwise, one worker would still run a slow test after all others have finished.
     """
     if config.getoption("core"):
         _keep_a_third_of_plain_jax(config, items)
@@ -160,7 +163,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_a_third_of_plain_jax(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect two of three parameters of each test of plain JAX: compiling its programs takes most of a run."""
+    """Deselect two of three parameter sets of each test in plain JAX, whose compilation takes most of the time."""
     counts: collections.Counter[str] = collections.Counter()
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
@@ -174,14 +177,14 @@ def _keep_a_third_of_plain_jax(config: pytest.Config, items: list[pytest.Item]) 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Assign consecutive tests of a module to one worker: they share compiled programs and expected results."""
+    """Assign consecutive tests of a module to one worker, because they share compiled programs and expected results."""
     from tests.support.scheduling import GroupScheduling
 
     return GroupScheduling(config, log, _is_of_gpu(config)) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize tests with the families of the run's platform, and with the parameters that depend on the family."""
+    """Parametrize tests with the families that run on this platform, and with parameters that depend on the family."""
     family_name = next((name for name in SELECTIONS if name in metafunc.fixturenames), None)
     if family_name is None:
         return
@@ -220,7 +223,7 @@ def _identifier(value: Any) -> str:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """Simulate another machine, which the test configures."""
+    """Make this process appear to run on another machine, which the test configures."""
     found = Machine(monkeypatch)
     yield found
     monkeypatch.undo()
@@ -229,6 +232,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs() -> Iterator[None]:
-    """Free the programs that a module compiled: other modules rarely need them."""
+    """Free the compiled programs after each test module. Later modules rarely need them."""
     yield
     jax.clear_caches()

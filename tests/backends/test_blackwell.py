@@ -130,7 +130,7 @@ def test_rejected_tiles_are_reported_with_supported_ones(pair: Any) -> None:
 
 
 def test_a_gpu_without_portable_kernels_still_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing kernels are reported, although the Blackwell backend supports the call. It runs only if it is named."""
+    """Missing kernels are reported. The Blackwell backend supports the call, but does not run unless it is named."""
     here = Device("cuda", (10, 0))
     for backend in registered():
         if backend.capabilities.targets:

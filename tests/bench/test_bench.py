@@ -107,7 +107,7 @@ def test_command_line_saves_figures_and_a_picture(
 
 
 def record_of(program: ModuleType, file: Path, arguments: str) -> dict[str, Any]:
-    """Return the record that a program writes."""
+    """Run a benchmark program, and return the record that it writes to a JSON file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{program.__name__}.py", *arguments.split(), "--json", str(file)])
         assert program.main() == 0
@@ -129,7 +129,7 @@ def test_several_devices_match_one_device_without_collectives(
     flags = "--families cpu --turns 1 --calls 2 --seconds 0 --pause 0 --modes Auto --splits batch width-s1x1x1"
     saved = record_of(several_devices, tmp_path / "figures.json", f"{flags} --devices 2")
     output = capsys.readouterr().out
-    assert len(saved["results"]) == 2 * 2 + 2  # two splits times two passes, and two training runs
+    assert len(saved["results"]) == 2 * 2 + 2  # two splits with two passes each, and two training runs
     for name, figures in saved["results"].items():
         assert name in output
         assert all(value > 0 for value in (*figures["milliseconds"].values(), figures["speedup"]))
@@ -218,7 +218,7 @@ def test_record_is_written_and_drawn(
         assert next(iter(names)).encode() in picture.read_bytes()
 
 
-# The benchmark of 1, 2, 4, ... devices: records of CPU devices, predictions for GPUs, and its plot.
+# The scaling benchmark on 1, 2, 4, ... devices: measurements on CPU devices, predictions for GPUs, and the plot.
 
 
 MEASURE = "--small --families cpu --turns 1 --calls 1 --seconds 0 --pause 0 --passes forward+backward"
@@ -259,7 +259,7 @@ def test_measures_every_device_count_and_reports_which_cannot_split(
 
 def test_predicts_without_measuring(tmp_path: Path) -> None:
     record = record_of(scaling, tmp_path / "figures.json", "--devices 16 --predict-only")
-    assert len(record["results"]) == 2 * (11 + 5)  # two passes, times the splits of strong and of weak scaling
+    assert len(record["results"]) == 2 * (11 + 5)  # two passes, each with 11 splits of strong and 5 of weak scaling
     for row in record["results"]:
         for devices, point in points(record, row).items():
             assert "measured" not in point

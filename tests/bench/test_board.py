@@ -1,4 +1,4 @@
-"""The comparison of all implementations (``board.py``), biases by features, and counts of bundles of TPU kernels."""
+"""The comparison of attention implementations (``board.py``), recorded results, and bundle counts of TPU kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WINDOWS = {
     "no window": Benchmark((24,), 2, 16, dtype="float32"),
 }
 
-#: Stand-in for tokamax's attention: its signature, computed by JAX.
+#: Source of a module that replaces tokamax. Its attention function has tokamax's signature, and calls ``jax.nn``.
 TOKAMAX = """
 import jax
 __version__ = "0.0-of-a-test"
@@ -45,7 +45,7 @@ def dot_product_attention(query, key, value, *, is_causal=False, local_window_si
 
 
 def words(page: str) -> str:
-    """Return the text of a page."""
+    """Return the text of an HTML page, without tags and style sheets."""
     return html.unescape(re.sub(r"<style.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL))
 
 

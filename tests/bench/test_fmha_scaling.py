@@ -1,4 +1,4 @@
-"""The scaling benchmark on the CPU: its ladder, its outputs, and conclusions that match the figures."""
+"""The scaling benchmark on the CPU: its ladder (a list of attention implementations), its outputs and its report."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_step_computes_attention(is_causal: bool) -> None:
     assert {step.step for step in result.steps} | set(result.failures) == {"0", "1", "2"}
     assert {"0", "1"} <= {step.step for step in result.steps}
     for step in result.steps:
-        # FLOPs of a causal problem are counted from its mask, which is about half.
+        # Exact FLOPs count the visible pairs of the mask. Nominal FLOPs of a causal problem count half of all pairs.
         pairs = 96 * 97 // 2 if is_causal else 96**2
         assert step.tflops * step.latency_ms == pytest.approx(4 * 2 * 16 * pairs / 1e9)
         half = 0.5 if is_causal else 1.0
@@ -94,8 +94,8 @@ def test_the_recorded_run_has_every_section() -> None:
     text = markdown(configuration, GPU_LADDER, results, rate)
     for section in ("Configuration", "Targets", "Platforms", "Steps", "Insights", "What to optimise at which size"):
         assert f"\n## {section}\n" in text
-    # At 16384 tokens, each of 4 * 32 sequences has 128 query tiles and 128 key tiles on Hopper, and 256 of both on
-    # Blackwell.
+    # There are 4 * 32 sequences of 16384 tokens. Each has 128 query tiles and 128 key tiles on Hopper, and 256 query
+    # tiles and 256 key tiles on Blackwell.
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in work_table(configuration) if "sm" in line}
     assert [int(cell) for cell in rows["Hopper (sm90)"]] == [1024, 16384, 8, 128]
     assert [int(cell) for cell in rows["Blackwell (sm120, sm121)"]] == [2048, 32768, 16, 256]
@@ -103,7 +103,7 @@ def test_the_recorded_run_has_every_section() -> None:
     measured, foreign_result = measured_table(GPU_LADDER, configuration, results, rate)[2:]
     assert f" {best:.3g} " in measured and f" {best / rate:.0%} " in measured
     assert "H200" in foreign_result
-    # Results of another device with the same problem are listed next to it; results of other problems are not.
+    # The table also has the recorded results of other devices for the same problem, but not for other problems.
     assert len(measured_table(GPU_LADDER, {**configuration, "device": "other"}, results, rate)) == 5
     assert len(measured_table(GPU_LADDER, {**configuration, "device": "other", "batch": 1}, results, rate)) == 3
 

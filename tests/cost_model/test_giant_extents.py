@@ -1,4 +1,4 @@
-"""Dimensions with very many tiles: counted in chunks, rejected by the simulator with a message, but never by calls."""
+"""Dimensions with very many tiles. Tiles are counted in chunks. The simulator rejects too many tiles, calls do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from natten_jax.plan.plan import Request
 from natten_jax.profiler.__main__ import main
 
 HUGE = 2**40
-#: Largest number of tokens of a dimension for which tiles of 128 tokens are counted: 2**20 tiles.
+#: Maximum number of tokens that the simulator accepts in a dimension with tiles of 128 tokens: these are 2**20 tiles.
 LONGEST = 2**27
 
 
@@ -32,7 +32,8 @@ def test_pairs_of_giant_extents(window: int) -> None:
 
 
 def test_tiles_of_long_extents_in_three_dimensions() -> None:
-    # All windows are whole stride groups of whole tiles: no tile is masked, and all counts are products.
+    # Each window consists of whole tiles, so no tile is masked. Each count is a product of three factors, one per
+    # dimension.
     extent = 2**18
     problem = simulator.problem_of((extent,) * 3, 512, 512)
     counts = simulator.count_tiles(problem, ((4, 4, 8), (8, 4, 4)))

@@ -1,4 +1,4 @@
-"""Tiles that a device visits in a sharded dimension, counted by enumeration, and the tile shapes it selects."""
+"""Sharded dimensions: the number of tiles that a device visits, compared with an enumeration, and its tile shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from tests.sharding.test_halo import seen
 
 
 def counted(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys: Range) -> Visits:
-    """Count the tiles from the first to the last inner token that an outer tile sees."""
+    """Count the outer tiles and the inner tiles that they visit, by enumeration of tokens.
+
+    An outer tile visits the inner tiles from the first to the last inner token that it sees.
+    """
     runs, others = (queries, keys) if pass_ == "forward" else (keys, queries)
     outer, inner = tile if pass_ == "forward" else tile[::-1]
     visited = 0

@@ -1,4 +1,4 @@
-"""Kernels for small windows: counts, the choice of rings, and simulated times within the device's peaks."""
+"""Small-window kernels: predicted times compared with peak rates of the device, choice of ring kernels, and counts."""
 
 from __future__ import annotations
 
@@ -34,13 +34,18 @@ HOPPER_GPU = Device("cuda", (9, 0), is_present=False)
 
 
 class Peak(NamedTuple):
-    """A device's floating-point operations per second by element type, without sparsity, and its bytes per second."""
+    """Peak rates of a device.
+
+    Attributes:
+        flops: Floating-point operations per second by element type, without sparsity.
+        bytes: Bytes per second that the device reads and writes.
+    """
 
     flops: dict[str, float]
     bytes: float
 
 
-#: NVIDIA H200 Tensor Core GPU datasheet, SXM. Float32 is computed as TF32.
+#: Rates of the SXM version, from the datasheet "NVIDIA H200 Tensor Core GPU". Float32 is computed as TF32.
 PEAKS = {"NVIDIA H200": Peak({"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12}, 4.8e12)}
 
 
@@ -72,7 +77,7 @@ def random_problem(draw: random.Random) -> Problem:
 
 
 def listed(problem: Problem, draw: random.Random) -> Iterator[tuple[Backend, Pass, TilePair]]:
-    """Return the best tiles of every backend and pass, and some other tiles."""
+    """Yield the two best pairs of tiles of every backend and pass, and two random pairs."""
     for backend in backends.registered():
         for pass_ in PASSES:
             for device in (HOPPER_GPU, Device("cpu")):
@@ -134,7 +139,8 @@ def test_command_line_predictions_are_plausible(
         assert counts["visited_pairs"] - counts["hull_pairs"] < 0.3 * counts["visited_pairs"]
 
 
-# Choice between a ring of keys and a region, and the counts of a launch with a ring.
+# Choice between two kinds of kernels, and counts of ring kernels. A ring kernel moves along a strip of the layout, and
+# loads keys into a ring of buffers. The other kernels load all keys that a region of queries sees.
 
 
 RING = "forward with a ring"
@@ -154,13 +160,13 @@ def problem_of(
 
 
 def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) -> dict[TilePair, small_windows.Launch]:
-    """Return the forward launch of every pair of tiles."""
+    """Return the launch of the forward pass for each pair of tiles that the backend lists."""
     return {pair: forward for pair, (forward,) in launches_by_tiles(problem, "forward", capability)}
 
 
 @pytest.mark.parametrize(("kernel_size", "are_tiles_small"), [(13, True), (33, False)])
 def test_windows_too_large_for_rings_have_other_kernels(kernel_size: int, are_tiles_small: bool) -> None:
-    """Larger windows use other kernels, because the estimates were fitted to windows of up to 400 keys."""
+    """Windows of more than 400 keys use other kernels, because the estimates were fitted to smaller windows."""
     request = Request(problem_of((96, 96), kernel_size, batch=1, heads=4, head_dim=32))
     plan = resolve(request, Device("cuda", HOPPER, is_present=False), "forward")
     assert (sorted(map(math.prod, plan.tiles)) == [8, 16]) == are_tiles_small
@@ -211,7 +217,7 @@ def test_key_biases_use_rings_only_on_hopper() -> None:
 
 
 def test_parts_of_a_layout_take_the_tiles_of_regions() -> None:
-    # Rings need whole layouts; parts of a layout use the tiles that are best for regions.
+    # Ring kernels need whole layouts. Parts of a layout use the tiles that are best for kernels with regions.
     problem = problem_of()
     whole, part, box = (
         resolve(Request(each, backend="cutlass-fna", parts=parts), Device("cuda", HOPPER, is_present=False), "forward")
@@ -222,7 +228,8 @@ def test_parts_of_a_layout_take_the_tiles_of_regions() -> None:
 
 
 def test_rings_multiply_the_blocks_that_some_query_sees() -> None:
-    # 4 x 4 queries see 4 groups of 4 columns, and 4 slabs of 4 rows.
+    # A tile of 4 x 4 queries with windows of 13 x 13 sees 16 x 16 keys: 4 slabs of 4 rows, with 4 blocks of 4 x 4 keys
+    # each.
     problem = problem_of()
     pair: TilePair = ((4, 4), (2, 4))
     launch = launches(problem)[pair]
@@ -231,7 +238,7 @@ def test_rings_multiply_the_blocks_that_some_query_sees() -> None:
 
 
 def backward_kernels(problem: Problem, capability: ComputeCapability | None = HOPPER) -> tuple[str, ...]:
-    """Return the kernels of the fastest pair of tiles."""
+    """Return the kernels that the backward pass launches with the fastest pair of tiles."""
     return next(kernels_by_tiles(problem, "backward", capability))[1]
 
 
@@ -259,7 +266,7 @@ def test_key_and_value_gradients_without_a_ring(changes: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("length", "has_ring"), [(2**16, True), (2**31 - 1, False)])
 def test_dimensions_with_too_many_strips_have_no_ring(length: int, has_ring: bool) -> None:
-    """The native function returns immediately for every length, although it counts strips individually."""
+    """The native function counts strips one by one, but returns quickly even for the longest dimension."""
     problem = problem_of((64, length), (10, 10), batch=1, heads=1)
     ring = native.gradient_ring_of_small_windows(
         axis_rows(problem),

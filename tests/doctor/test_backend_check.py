@@ -1,4 +1,4 @@
-"""``python -m natten_jax.doctor --check``."""
+"""The command ``python -m natten_jax.doctor --check``, which checks the results of a backend."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def test_a_right_backend(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class ByName(FlexBackend):
-    """A correct backend that is only used by name."""
+    """A correct backend that runs only if a call names it."""
 
     family = "mine"
     capabilities = dataclasses.replace(FlexBackend.capabilities, is_by_name_only=True, is_slow_fallback=False)
 
 
 class Short(ByName):
-    """A backend that supports 8-bit arrays, in the forward pass only."""
+    """A backend that supports 8-bit arrays in the forward pass, but not in the backward pass."""
 
     capabilities = dataclasses.replace(ByName.capabilities, float8_dtypes=("float8_e4m3fn",))
 
@@ -137,7 +137,7 @@ def test_arrays_of_8_bits_are_compared_forward(machine: Machine, capsys: pytest.
 
 
 class Blind(ByName):
-    """A wrong backend: its windows lack a key."""
+    """A wrong backend: its windows are one key too short in each dimension."""
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         if plan.problem.operator == "fna":
@@ -147,7 +147,7 @@ class Blind(ByName):
 
 
 class Unfinished(ByName):
-    """A wrong backend: its last output element is not written."""
+    """A wrong backend: the last output element of each head remains NaN, as if it had not been written."""
 
     def forward_differentiable(self, plan: Plan, operands: Operands) -> Differentiable:
         result = super().forward_differentiable(plan, operands)
@@ -191,7 +191,7 @@ def test_a_wrong_one(backend: Any, what: str, machine: Machine, capsys: pytest.C
 
 
 class Elsewhere(ByName):
-    """A backend for other devices that does not support every test problem there."""
+    """A backend for TPUs that does not support all test problems."""
 
     capabilities = dataclasses.replace(ByName.capabilities, platform=Platform("tpu"), largest_head_dim=8)
 

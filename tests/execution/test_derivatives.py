@@ -1,4 +1,4 @@
-"""Derivatives that kernels do not support, and higher derivatives of plain JAX."""
+"""Derivatives that kernels reject, and higher derivatives of operators in plain JAX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.problems import Case
 
 Function = Callable[[jax.Array], Any]
 
-#: Derivatives that kernels do not support.
+#: Derivatives of a function ``f`` at ``x`` that kernels reject.
 REFUSED: dict[str, Callable[[Any, jax.Array], Any]] = {
     "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
     "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
@@ -40,7 +40,7 @@ REFUSED: dict[str, Callable[[Any, jax.Array], Any]] = {
     "vmap of grad of grad": lambda f, x: jax.vmap(jax.grad(lambda x: jax.grad(f)(x).sum()))(x[None]),
 }
 
-#: Programs with reverse-mode gradients of scalars.
+#: First derivatives in reverse mode, which kernels support.
 TAKEN: dict[str, Callable[[Any, jax.Array], Any]] = {
     "grad": lambda f, x: jax.grad(f)(x),
     "jacrev": lambda f, x: jax.jacrev(f)(x),
@@ -57,12 +57,12 @@ TAKEN: dict[str, Callable[[Any, jax.Array], Any]] = {
 }
 
 
-#: A problem of each operator.
+#: A problem for neighborhood attention, and a problem for attention.
 CASES = {"fna": Case((9,), (3,), additional=2, fused=True), "fmha": Case((9,), queries=9)}
 
 
 def query_function(case: Case, backend: str, operands: oracle.Tensors) -> Function:
-    """Return the sum of the output as a function of the query."""
+    """Return a function that computes the sum of the output from the query."""
     return lambda query: case.operator(backend)(operands._replace(query=query))[0].astype("float32").sum()
 
 
@@ -98,20 +98,20 @@ MASK = oracle.neighborhood_mask((9,), kernel_size=(3,), stride=(1,), dilation=(1
 
 
 def attend(query: jax.Array, **options: Any) -> jax.Array:
-    """Run the operator with operands that are all functions of one array ``[1, 9, 2, 4]``."""
+    """Run the operator on a query ``[1, 9, 2, 4]``, and on keys and values that are computed from the query."""
     return natten_jax.na1d(query, 2 * query, jnp.sin(query), 3, backend="flex-fna", **options)
 
 
 def attend_densely(
     query: jax.Array, biases: jax.Array | float = 0.0, scale: jax.Array | float = 0.5, mask: Any = MASK
 ) -> jax.Array:
-    """Compute the operator in a few lines of JAX, without this package's code."""
+    """Compute the output of :func:`attend` in a few lines of JAX, without this package."""
     logits = jnp.einsum("bihd,bjhd->bhij", query, 2 * query) * scale + biases
     weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf), axis=-1)
     return jnp.einsum("bhij,bjhd->bihd", weights, jnp.sin(query))
 
 
-#: A function of the array, and an equal function that does not use this package.
+#: Pairs of functions of one array that compute equal results. The second function does not use this package.
 FUNCTIONS: dict[str, tuple[Function, Function]] = {
     "operator": (attend, attend_densely),
     "attention": (
@@ -133,7 +133,10 @@ FUNCTIONS: dict[str, tuple[Function, Function]] = {
 
 
 def derivatives_along(function: Function, first: jax.Array, terms: list[jax.Array]) -> list[jax.Array]:
-    """Return the function and its derivatives along a curve with given derivatives, by nested ``jax.jvp``."""
+    """Compute the value of a function and its derivatives along a curve, by nested calls of ``jax.jvp``.
+
+    The curve starts at ``first``. Its derivatives there are ``terms``.
+    """
 
     def along(time: jax.Array) -> list[jax.Array]:
         return [function(first + time * terms[0] + time**2 / 2 * terms[1] + time**3 / 6 * terms[2])]
@@ -164,7 +167,7 @@ def test_jet(name: str) -> None:
             np.testing.assert_allclose(found, other, rtol=1e-9, atol=1e-9)
 
 
-#: Derivatives of a scalar function along an array.
+#: Derivatives of a scalar function ``f`` at ``x`` in the direction ``t``, by different combinations of modes.
 COMBINATIONS: dict[str, Callable[[Function, jax.Array, jax.Array], Any]] = {
     "linearize": lambda f, x, t: jax.linearize(f, x)[1](t),
     "hessian": lambda f, x, t: jnp.einsum("abcdefgh,efgh->abcd", jax.hessian(f)(x), t),

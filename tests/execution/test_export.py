@@ -1,4 +1,4 @@
-"""``jax.export`` of the operators: programs that outlive the process, with symbolic batch sizes, and their calls."""
+"""``jax.export`` of the operators: serialized programs, symbolic batch sizes, and calls in other processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ export = functools.partial(jax.export.export, disabled_checks=natten_jax.EXPORT_
 
 
 def with_gradients(case: Case, backend: str | None) -> Any:
-    """Return a function from operands to output, logsumexp and gradients."""
+    """Return a function that computes output, logsumexp and the gradients of all operands."""
     function = case.operator(backend)
 
     def run(operands: oracle.Tensors) -> Any:
@@ -45,7 +45,7 @@ def with_gradients(case: Case, backend: str | None) -> Any:
 
 
 def with_any_batch(operands: oracle.Tensors) -> oracle.Tensors:
-    """Return the operands' types with a symbolic batch size."""
+    """Return the shapes and element types of the operands. The batch size in the shapes is symbolic."""
     (batch,) = jax.export.symbolic_shape("batch")
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct((batch, *array.shape[1:]), array.dtype), operands)
 
@@ -101,7 +101,7 @@ def test_a_mapped_axis_may_be_symbolic(family: Family) -> None:
 @pytest.mark.parametrize("backend", backends.registered(), ids=lambda backend: backend.family)
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
 def test_every_backend_plans_without_the_batch_size(backend: Backend, operator: str) -> None:
-    """Check all backends, including backends of absent devices, with every memory preference."""
+    """All backends trace both passes with a symbolic batch size and every memory preference, even on absent devices."""
     if backend.family == "blackwell" and (reason := missing_in_jax()) is not None:
         pytest.skip(reason)
     (batch,) = jax.export.symbolic_shape("batch")

@@ -1,4 +1,4 @@
-"""Operators in JAX's debugging and promotion modes, without compilation, and under vmap over every operand."""
+"""Operators in JAX's debugging and promotion modes, without compilation, and under ``jax.vmap`` over each operand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.families import Family
 from tests.support.operand_calls import CALLS, Arrays, OperandCall, failures_in, failures_of, total
 from tests.support.problems import Case, quick
 
-# Every operand in JAX's debugging and promotion modes: forward and backward pass, on each backend and in modules.
+# Every operand in JAX's debugging and promotion modes: both passes of each backend, and modules.
 
 
 def _all(*modes: Any) -> contextlib.ExitStack:
@@ -28,7 +28,8 @@ def _all(*modes: Any) -> contextlib.ExitStack:
     return stack
 
 
-#: Modes that JAX applies while it traces and lowers, and the dtypes of tokens and of operands of logits.
+#: Modes that JAX applies while it traces and lowers. Values: a function that enters the modes, the dtype of tokens, and
+#: the dtype of scales, biases and sinks.
 TRACED: Mapping[str, tuple[Callable[[], contextlib.ExitStack], str, str]] = {
     "strict": (lambda: _all(*_strict()), "bfloat16", "float32"),
     "strict, 64 bits": (lambda: _all(*_strict(), jax.enable_x64(True)), "float32", "float64"),
@@ -40,14 +41,17 @@ def _strict() -> tuple[Any, Any]:
 
 
 def _executing() -> contextlib.ExitStack:
-    """Enter modes that JAX applies while a program runs; the first two copy results to the host."""
+    """Enter modes that JAX applies while a program runs.
+
+    Transfers to the host remain allowed, because the checks for NaN and infinity copy results to the host.
+    """
     guards = jax.transfer_guard_host_to_device("disallow"), jax.transfer_guard_device_to_device("disallow")
     return _all(jax.debug_nans(True), jax.debug_infs(True), jax.debug_key_reuse(True), *guards)
 
 
 @pytest.mark.parametrize("mode", TRACED)
 def test_every_operand_is_traced(family: Family, mode: str) -> None:
-    """Trace each call with its gradients; in 64-bit mode also under vmap, and in plain JAX with forward mode."""
+    """Trace each call with its gradients. In 64-bit mode, also trace it under vmap and, for plain JAX, forward mode."""
     modes, dtype, terms_dtype = TRACED[mode]
     dtype = dtype if dtype in family.dtypes else family.dtype
 
@@ -96,7 +100,8 @@ def test_no_tracer_leaks(family: Family) -> None:
         arrays = jax.tree.map(jnp.asarray, call.arrays(family.dtype))
         jax.eval_shape(call.value_and_gradients(family.name), arrays)
 
-    # Only a few calls with many operands are tested, because every trace runs the garbage collector.
+    # ``jax.checking_leaks`` runs the garbage collector after every trace. Only a few calls with many operands are
+    # therefore tested.
     with jax.checking_leaks():
         assert not failures_of(family, trace, ("extents, every term", "attention, lengths", "weights"))
 
@@ -114,7 +119,7 @@ def test_every_operand_is_run(family: Family) -> None:
     assert not failures_of(family, run)
 
 
-#: Arguments of modules, and of calls of modules.
+#: Arguments of a module's constructor, and arguments of its call.
 MODULES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "relative bias": ({"num_kv_heads": 2, "normalize_qk": True, "relative_bias": True}, {}),
     "clamped": ({"relative_bias": True, "clamp_window": True, "kernel_size": 9, "dilation": 1}, {}),
@@ -126,7 +131,7 @@ MODULES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 
 
 def _module_call(kind: str, settings: Mapping[str, Any], given: Mapping[str, Any], dtype: str) -> tuple[Any, Any]:
-    """Return the loss of a module as a function of its parameters, and the parameters."""
+    """Return a function that computes the loss of a module, and the function's arguments: parameters, inputs, ..."""
     from flax import nnx
 
     from tests.support import flax_layers as layers
@@ -177,18 +182,18 @@ def test_modules(kind: str, mode: str) -> None:
 # ``jax.vmap`` over every operand, with gradients, compared with unmapped calls.
 
 
-#: Calls of plain JAX under test, because XLA takes long to compile all of them.
+#: Calls that are tested in plain JAX. XLA would take too long to compile all calls.
 _PLAIN_JAX_CASES = "origins of entries, every term", "extents", "weights", "weights, wrap", "mixed values", "merged"
 
 
 def _changed(array: np.ndarray) -> np.ndarray:
-    """Scale floats, and reduce lengths and origins by one."""
+    """Return an operand with other numbers: floats are scaled, lengths and origins are reduced by one."""
     return np.maximum(array - 1, 0) if array.dtype == np.int32 else np.asarray(-0.5 * array, array.dtype)
 
 
 @pytest.mark.slow
 def test_vmap_over_every_operand(family: Family) -> None:
-    """Map each operand by its last axis, then all operands together."""
+    """Map over each operand separately, along a new last axis. Then map over all operands, along a new first axis."""
 
     def check(call: OperandCall) -> None:
         arrays = call.arrays(family.dtype)
@@ -280,10 +285,10 @@ def test_values_that_are_no_numbers_are_found(family: Family, transform: Callabl
 def test_infinite_values_are_found(family: Family, transform: Callable[[Any], Any]) -> None:
     case = CASES["windows"]
     operands = case.operands(family.dtype, 0)
-    # All logits and weights are finite.
+    # All logits and weights are finite. Only one element of ``value`` is infinite.
     spoiled = operands._replace(value=operands.value.at[0, 0, 0, 0, 0].set(jnp.inf))
     function = transform(case.operator(family.fna))
-    # TF32 products of float32 turn infinity into NaN: its lower part is inf - inf.
+    # Kernels with TF32 products split a float32 number into two parts. The lower part of infinity is inf - inf = NaN.
     becomes_nan = not jnp.isinf(function(spoiled)[0]).any()
     assert not becomes_nan or (family.name, family.dtype) == ("cutlass", "float32")
     with jax.debug_nans(becomes_nan), jax.debug_infs(not becomes_nan):

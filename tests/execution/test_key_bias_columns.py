@@ -1,4 +1,7 @@
-"""Operands as GPU kernels take them, tested with the CPU kernels: wider heads, and key biases as columns."""
+"""Operands in the form that GPU kernels require: padded heads, and key biases as columns (additional head dimensions).
+
+The tests run the CPU kernels with such operands.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,10 @@ def _is_registered(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", ["extents and sinks", "lengths and sinks"])
 def test_kernels_know_padding_by_its_logsumexp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding, which may hold any number, has a logsumexp of -inf: otherwise gradients of sinks would be wrong."""
+    """The backward pass gets a logsumexp of -inf for padding queries, which may contain any numbers.
+
+    Otherwise, padding queries would contribute to the gradients of sinks.
+    """
     call_backward = columns_backend.ColumnsBackend.call_backward
     given: list[tuple[np.ndarray, np.ndarray]] = []
 
@@ -128,7 +134,7 @@ def test_heads_too_wide_for_columns_are_rejected() -> None:
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
 @pytest.mark.parametrize("mask_value", [-jnp.inf, -1e9, float(np.finfo(np.float32).min)])
 def test_a_masked_key_is_as_if_it_were_not_there(dtype: str, mask_value: float) -> None:
-    """Every value that hides keys gives the gradients of ``-inf``, with logits around 100."""
+    """Every bias that masks out keys results in the same gradients as ``-inf``, even with logits around 100."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)) * 3, dtype)
 
     def gradients(backend: str, hidden: float) -> Any:
@@ -157,7 +163,7 @@ def test_one_rule_for_all_numbers(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
 def test_low_relative_biases_and_sinks_do_not_hide_keys(dtype: str) -> None:
-    """Kernels identify queries without keys by their logsumexp; low biases and sinks must not make it as low."""
+    """Kernels identify queries without keys by a very low logsumexp. Low biases and sinks must not have this effect."""
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)), dtype)
     bias = jnp.zeros((1, 12)).at[:, :6].set(-jnp.inf)
     low, lowest = 0.49 * jnp.finfo("float32").min, jnp.finfo("float32").max
@@ -171,17 +177,17 @@ def test_low_relative_biases_and_sinks_do_not_hide_keys(dtype: str) -> None:
         assert np.isneginf(lse[:, :5]).all() and np.isfinite(lse[:, 7:]).all()
         keys = [7, 9] if relative_bias[0, 2] == -lowest else [7, 8, 9]
         mean = np.asarray(value[:, keys], np.float32).mean(axis=1)
-        if dtype != "float16":  # columns of float16 clip biases, so the products change the weights
+        if dtype != "float16":  # float16 columns clip biases, so query/key products change the weights
             np.testing.assert_allclose(np.asarray(out[:, 8], np.float32), mean, atol=0.02)
         value_gradient = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[0]
         np.testing.assert_array_equal(value_gradient[:, :6], 0)
 
-    # The largest relative bias does not reveal hidden keys.
+    # The largest relative bias has no effect on keys that the key bias masks out.
     out, lse = attend(value, relative_bias=jnp.full((2, 5), lowest))
     np.testing.assert_array_equal(out[:, :5], 0)
     assert np.isneginf(lse[:, :5]).all()
 
-    # The first queries see only the sink.
+    # The first five queries see no keys, only the sink.
     (out, lse), pullback = jax.vjp(lambda sinks: attend(value, sinks=sinks), jnp.full(2, low))
     assert np.isfinite(lse).all()
     sink_gradient = pullback((jnp.zeros_like(out), jnp.ones_like(lse).at[:, 5:].set(0)))[0]
@@ -222,7 +228,7 @@ NARROW = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zero_padding_of_heads_has_no_effect(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuBackend, "capabilities", dataclasses.replace(CpuBackend.capabilities, head_dim_step=8))
-    backends.select.decided.cache_clear()  # discard earlier plans of equal problems
+    backends.select.decided.cache_clear()  # discard plans that were made with another head_dim_step
     problem = problem_of((23,), 5, head_dim=12, head_dim_v=20, dtype=dtype)
     plan = resolve(Request(problem, backend="cpu-fna"), default_device(), "forward")
     assert (plan.problem.head_dim, plan.problem.head_dim_v, plan.problem.scale) == (16, 24, 12**-0.5)

@@ -40,7 +40,7 @@ CALLS = {
 
 @pytest.fixture
 def lowered(machine: Machine) -> Callable[..., str]:
-    """Return a function's program for a GPU of a compute capability, as text."""
+    """Return a function that lowers another function for an absent GPU, and returns the program as text."""
 
     def lower(capability: tuple[int, int], function: Callable[..., Any], *arrays: Any) -> str:
         machine.has(Device("cuda", capability, is_present=False))
@@ -57,12 +57,15 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def calls(text: str) -> list[str]:
-    """Return the names of the custom calls. Calls in a function that is called several times appear once."""
+    """Return the names of the custom calls in a program.
+
+    A custom call inside a function appears once, even if the program calls the function several times.
+    """
     return re.findall(r"custom_call @(natten_jax\w+)", text)
 
 
 def tiles(shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return tile arguments that select kernels for windows of any size."""
+    """Return tile arguments that select the large-window kernels, which support windows of any size."""
     names = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
     return dict.fromkeys(names, shape)
 
@@ -72,7 +75,10 @@ def tiles(shape: tuple[int, ...]) -> dict[str, Any]:
 def test_a_loss_of_only_the_output_writes_no_zeros(
     capability: tuple[int, int], arguments: dict[str, Any], lowered: Callable[..., str]
 ) -> None:
-    """A logsumexp cotangent of zeros would take a separate kernel that writes them, and time to read them."""
+    """If a loss does not depend on the logsumexp, the program contains no cotangent of zeros for it.
+
+    A kernel would have to write these zeros, and another kernel would have to read them.
+    """
 
     def loss(query: jax.Array, *, reads_logsumexp: bool) -> jax.Array:
         out, logsumexp = natten_jax.na2d(query, query, query, 7, **arguments, return_lse=True)
@@ -90,7 +96,7 @@ def test_a_loss_of_only_the_output_writes_no_zeros(
 def test_heads_of_any_width_run_on_kernels(
     capability: tuple[int, int], width: int, width_v: int, lowered: Callable[..., str]
 ) -> None:
-    """Heads are padded with zeros; the scale is computed from the unpadded head dimension."""
+    """Heads are padded with zeros. The default scale is computed from the unpadded head dimension."""
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return natten_jax.na1d(query, key, value, 40, **tiles((32,))).astype("float32").sum()
@@ -139,7 +145,10 @@ def test_a_backend_that_cannot_run_there_gives_the_reason(lowered: Callable[...,
 
 @pytest.mark.parametrize("operator", ["forward", "backward"])
 def test_steps_of_plain_jax_have_the_size_for_the_platform(operator: str) -> None:
-    """The logits of a step fit in the caches of a CPU or fill an accelerator, whatever device the process has."""
+    """The size of a step depends on the platform of the program, not on the device of this process.
+
+    On a CPU, the logits of a step fit in the caches. On an accelerator, they are enough work for the whole device.
+    """
 
     def forward(x: jax.Array) -> jax.Array:
         return natten_jax.na1d(x, x, x, 9, backend="flex-fna")
@@ -168,11 +177,11 @@ def test_precision_is_that_of_the_call_not_of_the_compilation(
     assert text.count(f"is_accurate = {is_accurate} : i64") == 2  # forward and backward
 
 
-# Size of a layer in a compiled program, and its plans.
+# Compiled programs: number of instructions per layer, and plans in the metadata of instructions.
 
 
 def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24), dtype: str = "float32") -> jax.stages.Lowered:
-    """Return a program of equal layers and their gradients."""
+    """Lower a program that computes ``count`` equal layers and their gradients."""
     tokens = jax.ShapeDtypeStruct((1, *layout, 2, 16), dtype)
 
     def run(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -184,7 +193,7 @@ def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24), dtype: 
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile as for users, without optimizing the machine code, which these tests do not read."""
+    """Compile with the options of users, but do not optimize the machine code, which these tests do not read."""
     options: dict[str, Any] = {**as_users_do(), "xla_backend_optimization_level": 0}
     return lowered.compile(compiler_options=options)
 
@@ -194,7 +203,7 @@ def instructions(text: str) -> int:
 
 
 def test_a_plan_appears_once_in_each_pass(family: Family) -> None:
-    """Equal layers share their passes in the traced program; the compiled program has separate passes per layer."""
+    """Equal layers share passes in the lowered program. In the compiled program, each layer has its own passes."""
     lowered = layers(3, family.fna, dtype=family.dtype)
     assert lowered.as_text().count(f"{PLAN_ATTRIBUTE} =") == 2
     program = compiled(lowered)
@@ -215,7 +224,10 @@ def test_loops_of_a_pass_are_marked(pure_family: Family) -> None:
 
 @pytest.mark.parametrize("layout", [(16, 24), (128, 256)])
 def test_a_layer_in_plain_jax_is_small(layout: tuple[int, int]) -> None:
-    """XLA takes about 0.2 milliseconds per instruction, and 24 layers with gradients must compile in seconds."""
+    """A layer has so few instructions that 24 layers with gradients compile in seconds.
+
+    XLA takes about 0.2 milliseconds per instruction.
+    """
     one, two = (compiled(layers(count, "flex-fna", layout)).as_text() for count in (1, 2))
     assert one is not None and two is not None
     assert instructions(two) - instructions(one) < 1600
@@ -277,12 +289,13 @@ def test_query_gradients_are_summed_up_within_the_preference(
     head_elements, limit = tokens * group * head_dim, LIMITS[preference]
     assert elements % head_elements == 0
     at_once = elements // head_elements
-    # Scratch memory is for some heads of a batch entry, or for all heads of some entries: as many as fit, at least one.
+    # Scratch memory contains the sums for some heads of one batch entry, or for all heads of some entries. It contains
+    # as many heads as fit within the limit, but at least one.
     assert 1 <= at_once <= batch * heads_kv and (at_once < heads_kv or at_once % heads_kv == 0)
     assert at_once == 1 or 4 * elements <= limit
     if 4 * batch * heads_kv * head_elements <= limit:
         assert at_once == batch * heads_kv
-    if at_once < heads_kv:  # with one iteration fewer, the memory would exceed the limit
+    if at_once < heads_kv:  # with one iteration fewer over the heads, the memory would exceed the limit
         turns = math.ceil(heads_kv / at_once)
         assert 4 * head_elements * math.ceil(heads_kv / (turns - 1)) > limit
 
@@ -299,7 +312,7 @@ def test_preference_reaches_the_backend(preference: str | None, monkeypatch: pyt
     monkeypatch.setattr(cpu.CpuBackend, "backward", record)
     chosen: dict[str, Any] = {} if preference is None else {"memory_usage_preference": preference}
     array = jnp.ones((1, 12, 2, 8))
-    for kernel_size in (5, 12):  # neighborhood attention, and attention over the whole layout
+    for kernel_size in (5, 12):  # windows of 5 of the 12 tokens, and of all tokens
         jax.grad(lambda x, k=kernel_size: natten_jax.na1d(x, x, x, k, **chosen).sum())(array)
     jax.grad(lambda x: natten_jax.attention(x, x, x, **chosen).sum())(array)
     assert seen and set(seen) == {preference or "default"}

@@ -1,4 +1,7 @@
-"""Forward passes on parts of the keys: merged, and continued on halos."""
+"""Forward passes on parts of the keys.
+
+Their results are merged, or a pass continues an earlier pass with further keys, such as the keys of a halo.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,15 @@ from natten_jax.windows import Axis
 from tests.support import oracle
 from tests.support.problems import Case
 
-# Merged forward passes on parts of the keys equal a pass on all keys to the precision that backward passes need.
+# Merged results of two forward passes, each on a part of the keys, equal the results of a pass on all keys. The
+# logsumexp is as precise as backward passes require.
 
 
 TOKENS, HEADS, WIDTH = 24, 2, 8
 
 
 def saved(backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> Saved:
-    """Return the saved results of attention to these keys."""
+    """Run attention to these keys, and return the results that are saved for the backward pass."""
     problem = problem_of((TOKENS,), TOKENS, heads=HEADS, head_dim=WIDTH, dtype=query.dtype.name)
     keys = key.shape[1]
     problem = dataclasses.replace(problem, axes=(Axis(TOKENS, keys, keys),))
@@ -38,7 +42,7 @@ def saved(backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> S
 
 
 def base2(each: Saved) -> np.ndarray:
-    """Return the logsumexp in base 2, in full precision."""
+    """Return the logsumexp in base 2 as float64: the saved float32 number plus its remainder."""
     assert each.remainder is not None
     rounded = np.float32(each.logsumexp) * np.float32(1 / np.log(2))
     return np.asarray(rounded, np.float64) + np.asarray(each.remainder, np.float64)
@@ -68,7 +72,7 @@ def test_of_two_parts(backend: str, dtype: str, bound: float, jit: bool, size: f
     expected = saved(backend, query, key, value)
     np.testing.assert_allclose(np.float32(found.out), np.float32(expected.out), atol=bound)
     np.testing.assert_allclose(found.logsumexp, expected.logsumexp, rtol=3e-7)
-    # Without the remainder, the float32 error would be 0.06 for logits of a million.
+    # For logits of a million, the rounding error of float32 without the remainder would be 0.06.
     np.testing.assert_allclose(base2(found), base2(expected), atol=3e-6)
 
 
@@ -82,7 +86,8 @@ def test_of_parts_that_are_not_seen() -> None:
         assert found.remainder is not None and bool(jnp.isfinite(found.remainder).all())
 
 
-# Forward passes on halos that continue a pass on the device's keys equal a single pass on all keys.
+# A forward pass on the keys of a device is continued with the keys of its halos. The results equal the results of a
+# pass on all keys.
 
 
 BACKENDS = [
@@ -95,12 +100,12 @@ BACKENDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a problem that is split equally along a dimension.
+    """A part of a problem that is split into equal parts along one dimension.
 
     Attributes:
         case: The whole problem.
-        dtype: Element type of its arrays.
-        dimension: The split dimension.
+        dtype: Element type of the arrays.
+        dimension: Index of the split dimension.
         parts: Number of parts.
         place: Index of this part.
         performance: Performance options of the passes.
@@ -161,7 +166,11 @@ class Part:
         return operands._replace(query=operands.query * jnp.asarray(self.size, self.dtype))
 
     def found(self, backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> Saved:
-        """Return results computed from the part's keys and then each halo slab; keys beyond the layout are large."""
+        """Run a pass on the keys of this part, and continue it with each slab of the halo.
+
+        A slab contains keys of another part. Keys and values beyond the layout are large numbers, which would change
+        results if a query saw them.
+        """
         axis = self.dimension + 1
         halo = halo_of(self.problem.axes[self.dimension], self.parts)
         first = self.place * halo.part
@@ -206,7 +215,7 @@ def test_all_keys_are_attended_to_once(backend: str, dtype: str, seed: int) -> N
     operands = part.operands(seed)
     found, expected = jax.jit(part.found, static_argnums=0)(backend, *operands[:3]), part.expected(operands)
     bound = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 6e-3}[dtype]
-    # Logits grow with ``size`` and are float32 sums: logits and weights are off by some units in the last place.
+    # Logits are float32 sums, whose rounding errors are proportional to ``size``. These errors also change the weights.
     logit_bound = 2e-6 * part.size
     np.testing.assert_allclose(np.float32(found.out), expected.out, atol=bound + logit_bound)
     np.testing.assert_allclose(found.logsumexp, expected.lse, rtol=1e-6, atol=2e-5 + logit_bound)

@@ -1,4 +1,7 @@
-"""Wrapped dimensions on kernels without wrap support, tested with the CPU kernels."""
+"""Wrapped dimensions on kernels without support for them, tested with the CPU kernels.
+
+An additional pass computes attention to each strip. A strip contains the wrapped keys beyond one end of a dimension.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ def test_strips_hold_exactly_the_keys_that_windows_see_beyond_the_ends(axis: Axi
 
 
 def test_keys_are_not_copied() -> None:
-    """The program copies only the strips of keys and values."""
+    """The program copies keys and values only for strips."""
     layout = 64, 96
     tokens = jax.ShapeDtypeStruct((1, *layout, 2, 16), "float32")
 
@@ -108,7 +111,7 @@ def test_keys_are_not_copied() -> None:
 
 
 def test_kernels_that_know_seams_need_no_strips() -> None:
-    """Kernels that support wrap need strips only if an array lacks tokens of a wrapped dimension."""
+    """Kernels with support for wrapped dimensions need strips only if an array has a part of such a dimension."""
     device = Device("cuda", (9, 0), is_present=False)
     problem = problem_of((48, 64), 7, heads=2, head_dim=32, dtype="bfloat16", edges="wrap")
 
@@ -135,7 +138,10 @@ def test_ragged_strides_raise_a_one_line_error() -> None:
 
 
 def test_kernel_results_are_not_updated_in_place_without_a_barrier() -> None:
-    """A single entry's slices are contiguous: XLA for GPUs would fuse a custom call with the update, and fail."""
+    """An optimization barrier separates the custom call of a kernel from an update of a slice with its results.
+
+    With one batch entry, the slice is contiguous. XLA for GPUs would fuse the custom call with the update, and fail.
+    """
     tokens = jax.ShapeDtypeStruct((1, 8, 6, 2, 16), "float32")
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

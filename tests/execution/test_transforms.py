@@ -23,11 +23,11 @@ from tests.support.meshes import mesh_of, put
 from tests.support.problems import Case, both_passes, expected_of, quick, relative_error
 
 CASE = Case((5, 6), (3, 4), stride=(2, 1), is_causal=(False, True), heads=2, additional=2, fused=True, head_dim=8)
-CASE = dataclasses.replace(CASE, scales=(0.4, -0.7))  # of the heads
+CASE = dataclasses.replace(CASE, scales=(0.4, -0.7))  # one per head
 
 
 def objective(case: Case, backend: str | None) -> Callable[[oracle.Tensors], jax.Array]:
-    """Return a scalar that depends on output and logsumexp with unequal weights."""
+    """Return a scalar function of the operands. Cotangents of output and logsumexp differ between elements."""
     function = case.operator(backend)
 
     def run(operands: oracle.Tensors) -> jax.Array:
@@ -37,12 +37,12 @@ def objective(case: Case, backend: str | None) -> Callable[[oracle.Tensors], jax
     return run
 
 
-#: Tolerance between two equal computations that round at different points.
+#: Maximum relative difference between two equal computations that round at different points, by element type.
 TOLERANCES = {"float32": 1e-5, "float64": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 
 
 def assert_close(found: Any, expected: Any, tolerance: float | None = None) -> None:
-    """Compare two trees of arrays."""
+    """Raise if the arrays of two pytrees differ by more than a tolerance."""
     narrowest = min((a.dtype for a in jax.tree.leaves(expected)), key=lambda dtype: dtype.itemsize).name
     tolerance = TOLERANCES[narrowest] if tolerance is None else tolerance
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -78,7 +78,10 @@ def test_gradient_of_one_operand_only(family: Family) -> None:
 
 
 def stacked(count: int, axes: oracle.Tensors, dtype: str) -> oracle.Tensors:
-    """Return operands of ``CASE`` with the mapped axes in ``axes``."""
+    """Return ``count`` samples of the operands of ``CASE``, stacked along the mapped axes ``axes``.
+
+    Operands without a mapped axis are from the first sample.
+    """
     samples = [CASE.operands(dtype, seed) for seed in range(count)]
     return oracle.Tensors(
         *(
@@ -173,7 +176,7 @@ def test_saved_results_spare_the_second_forward_pass(family: Family, keeps_resul
     policy = jax.checkpoint_policies.save_only_these_names(*(natten_jax.CHECKPOINT_NAMES if keeps_results else ()))
     operands = case.operands(family.dtype, 0)
 
-    # In a loop, otherwise the compiler may merge the two equal forward kernels.
+    # The layers run in a loop. Otherwise, the compiler might merge two equal forward passes of a layer.
     def layer(query: jax.Array, _: None) -> tuple[jax.Array, None]:
         return jnp.sin(case.operator(family.fna)(operands._replace(query=query))[0]), None
 
@@ -199,7 +202,7 @@ def test_static_arguments_of_jit(family: Family) -> None:
 
 
 def test_equal_calls_are_traced_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal arguments may be written in different ways; a different problem is traced again."""
+    """Calls with equal arguments of different types are traced once. A call with another problem is traced again."""
     traced: list[Any] = []
     attend = custom_vjp._attend_on_device
 

@@ -46,7 +46,7 @@ class TestAttentionFn:
 
     @pytest.mark.parametrize("flavour", ["nnx", "linen"])
     def test_window_of_the_whole_sequence_is_flax_attention(self, flavour):
-        # Flax passes an unscaled query; scaling it twice or never would fail here.
+        # Flax passes an unscaled query. This test fails if the query is scaled twice or not at all.
         inputs, attention_fn = inputs_of(1), neighborhood_attention_fn(LAYOUTS[1])
         if flavour == "nnx":
             plain, ours = (

@@ -53,7 +53,7 @@ def natten_forward(weights: dict[str, np.ndarray], inputs: np.ndarray, window: d
 
 
 def split_names(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Split the weights into one tensor per projection."""
+    """Split the ``qkv`` weights into separate weights for the query, key and value projections."""
     found = {name: array for name, array in weights.items() if not name.startswith("qkv.")}
     for kind in ("weight", "bias"):
         if f"qkv.{kind}" in weights:
@@ -63,7 +63,7 @@ def split_names(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def hugging_face_weights(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rename the weights as in Hugging Face's port."""
+    """Return the weights under the names that Hugging Face's port of the models uses."""
     return {
         "attention." + (name.replace("proj", "output.dense") if name.startswith("proj") else f"self.{name}"): array
         for name, array in split_names(weights).items()
@@ -171,7 +171,7 @@ class TestConvert:
 
     def test_pytorch_tensors(self):
         class Tensor:
-            """Like a PyTorch parameter, converts to an array only if it is detached, on the CPU and float32."""
+            """An imitation of a PyTorch parameter. Only a detached float32 tensor on the CPU converts to an array."""
 
             def __init__(self, array: np.ndarray, state: tuple[str, ...] = ("grad", "cuda", "torch.bfloat16")) -> None:
                 self.array, self.state, self.dtype = array, state, state[-1] if state else "torch.float32"
@@ -230,7 +230,7 @@ class TestConvert:
             (lambda array: array.astype(object), "object"),
             (lambda array: array.astype(str), "<U"),
             (lambda array: array > 0, "bool"),
-            (lambda array: array.astype(np.int8), "int8"),  # quantized: its scales are elsewhere
+            (lambda array: array.astype(np.int8), "int8"),  # quantized weights, which need scales
             (lambda array: array.astype(complex).tolist(), "complex128"),
             (lambda _: None, ""),
             (lambda _: [[1.0], [1.0, 2.0]], ""),

@@ -48,7 +48,7 @@ class TestArguments:
             found = inspect.signature(function).parameters.items()
             return {name: each.default for name, each in found if name not in left_out}
 
-        # Linen's initializers set metadata.
+        # Arguments for metadata exist only in NNX. In Linen, initializers set the metadata.
         nnx_parameters = {
             name: default
             for name, default in parameters(NNX[rank].__init__, "self", "rngs", "performance", "in_features").items()
@@ -216,7 +216,7 @@ class TestModules:
         assert shapes_of(params_of(module))["query"] == {"kernel": (FEATURES, 4, 8), "bias": (4, 8)}
         grouped = nnx_module(rank, num_kv_heads=2, qkv_features=32)
         assert shapes_of(params_of(grouped))["key"] == {"kernel": (FEATURES, 2, 8), "bias": (2, 8)}
-        # The state holds only parameters, without random streams.
+        # The module's state contains only parameters. It contains no random number generators.
         assert len(jax.tree.leaves(flax_nnx.state(module))) == 8
 
     def test_param_dtype_and_initializers(self):
@@ -231,11 +231,11 @@ class TestModules:
         module, inputs = nnx_module(rank, num_kv_heads=2), inputs_of(rank)
         gradients = flax_nnx.jit(flax_nnx.grad(lambda module: (module(inputs) ** 2).sum()))(module)
         for path, gradient in flax_nnx.to_flat_state(gradients):
-            if path[:2] != ("key", "bias"):  # a constant added to all keys changes no weight
+            if path[:2] != ("key", "bias"):  # adding a constant to all keys changes no attention weight
                 assert np.abs(gradient[...]).max() > 1e-3, path
 
     def test_window_of_the_whole_sequence_is_flax_attention(self):
-        """Compare with random parameters, because the initializers' scales of 1 would hide errors."""
+        """Parameters are random, because the initial scales of the normalization are 1, which would hide errors."""
         settings: dict[str, Any] = {"qkv_features": 32, "out_features": 24, "normalize_qk": True}
         ours = nnx_module(1, kernel_size=12, stride=1, dilation=1, is_causal=False, **settings)
         flax = flax_nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=flax_nnx.Rngs(0), **settings)
@@ -320,7 +320,7 @@ class TestDropout:
             call = built_linen()
             seeded = [call(deterministic=False, dropout_rng=jax.random.key(seed)) for seed in (0, 0, 1)]
             dropped = call(deterministic=False, rngs={"dropout": jax.random.key(1)})
-            # The call's argument takes precedence over the constructor's.
+            # The argument of the call takes precedence over the argument of the constructor.
             np.testing.assert_array_equal(
                 built_linen(deterministic=False)(deterministic=True), call(deterministic=True)
             )
@@ -343,7 +343,10 @@ class TestDropout:
 
 @pytest.mark.parametrize("flavour", ["nnx", "linen"])
 class TestDropoutOfWeights:
-    """The mean over many masks is the result without dropout, weights drop individually, and rate 0 is the operator."""
+    """Dropout of attention weights.
+
+    The mean over many dropout masks is the result without dropout. Weights are dropped individually, outputs are not.
+    """
 
     def module(self, flavour, rate, **settings):
         settings = {"num_heads": HEADS, "relative_bias": True, **WINDOWS[2], **settings}
@@ -366,7 +369,7 @@ class TestDropoutOfWeights:
         ) as found:
             dropped = layer(inputs, key, deterministic=False)
         assert [each.filename for each in found] == [__file__]
-        assert (np.asarray(dropped) == 0).mean() < 0.1  # zero if all weights of a window are dropped
+        assert (np.asarray(dropped) == 0).mean() < 0.1  # an output is zero only if all its weights are dropped
         assert np.abs(dropped - plain).max() > 0.01
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", attention_fn.AttentionDropoutWarning)
@@ -390,7 +393,7 @@ class TestDropoutOfWeights:
 
 
 def test_modules_attend_from_boxes_padded_and_finer_layouts() -> None:
-    """Modules pass origins, extents and upsampling to the operators; several batch dimensions are supported."""
+    """Modules pass origins, extents and upsampling to the operators. Inputs may have several batch dimensions."""
     rng = np.random.default_rng(0)
     image = jnp.asarray(rng.standard_normal((2, 3, 8, 6, 16)), "float32")
     layer = nnx.NeighborhoodAttention2D(16, num_heads=2, kernel_size=3, clamp_window=True, rngs=flax_nnx.Rngs(0))

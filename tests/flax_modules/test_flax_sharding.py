@@ -23,7 +23,7 @@ from tests.support.meshes import assert_close, mesh_of, put
 from tests.support.problems import QUICK_COMPILATION
 from tests.support.sharded_training import train_nnx
 
-#: Mesh axes of parameters whose heads are sharded.
+#: For each kind of parameter, the mesh axis of each dimension. The dimension of heads is sharded.
 KERNEL, BIAS, OUT_KERNEL = (None, "model", None), ("model", None), ("model", None, None)
 METADATA = {
     "kernel_metadata": {"out_sharding": KERNEL},
@@ -51,7 +51,10 @@ def annotated(rank: int, **overrides):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_training(kind: str) -> None:
-    """Heads over one mesh axis, the batch over another: results equal a single device's, without all-gathers."""
+    """Heads are sharded over one mesh axis, the batch over another. Results equal the results on one device.
+
+    The program has all-reduces, but no other collectives.
+    """
     mesh = mesh_of(kind, data=4, model=2)
     found, expected = train_nnx(mesh), train_nnx()
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
@@ -61,7 +64,7 @@ def test_training(kind: str) -> None:
         np.testing.assert_allclose(array, expected.params[name], rtol=1e-4, atol=1e-5, err_msg=name)
         _, layer, kind_of_parameter = name.rsplit(".", 2)
         axes = over_heads if kind_of_parameter == "kernel" else bias_axes
-        is_split_kv = layer in ("key", "value") and "0" in name  # key/value projections of the first layer
+        is_split_kv = layer in ("key", "value") and "0" in name  # only the first layer shards key/value heads
         spec = PartitionSpec(*axes.get("query" if is_split_kv else layer, ()))
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), (name, array.sharding, spec)
     assert found.collectives() == {"all-reduce"}

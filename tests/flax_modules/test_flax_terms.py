@@ -1,4 +1,4 @@
-"""Modules with biases, sinks and 8-bit arrays, and their exported programs."""
+"""Modules with relative biases, key biases, sinks or 8-bit arrays, and exported programs of modules."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_bias_is_learned(dtype: str) -> None:
 
 @pytest.mark.parametrize("flavor", ["nnx", "linen"])
 def test_windows_of_small_layouts_are_clamped(flavor: str) -> None:
-    """Clamped windows equal windows that fit, with the central part of the table."""
+    """A window that is clamped to the layout equals a window of the layout's size with the center of the bias table."""
     inputs, table = inputs_of(2)[:, :4, :3], jax.random.normal(jax.random.key(1), (HEADS, 9, 13))
     large: Any = {"kernel_size": (5, 7), "stride": 1, "dilation": 1, "relative_bias": True}
     small = {**large, "kernel_size": (4, 3)}
@@ -88,7 +88,7 @@ def test_windows_of_small_layouts_are_clamped(flavor: str) -> None:
     np.testing.assert_allclose(found, output(table[:, 1:8, 4:9], **small), rtol=1e-5, atol=1e-6)
 
 
-# Modules with biases of keys and with sinks.
+# Modules with key biases and sinks.
 
 
 SINKS = np.linspace(-1.0, 2.0, HEADS)
@@ -108,7 +108,7 @@ def reference(params: Any, inputs: Any, key_bias: np.ndarray) -> np.ndarray:
 
 
 def attend(flavor: str, rank: int, inputs: jax.Array, **arguments: Any) -> tuple[Any, jax.Array]:
-    """Return parameters and output of a module with sinks whose windows are the whole layout."""
+    """Run a module with sinks, whose windows cover the whole layout. Return its parameters and its output."""
     settings: Any = {"num_heads": HEADS, "kernel_size": LAYOUTS[rank], "sinks": True}
     if flavor == "nnx":
         module = NNX[rank](FEATURES, rngs=nnx.Rngs(0), **settings)
@@ -193,7 +193,7 @@ def test_attention_fn() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("flatbuffers") is None, reason="jax.export serialises with flatbuffers")
 def test_the_state_of_an_nnx_model_is_an_argument_of_its_program() -> None:
-    """Tests two layers in a list, whose state has integer keys."""
+    """The model is a sequence of two layers, so its state has integer keys. The state is passed as a list of arrays."""
     (batch,) = jax.export.symbolic_shape("batch")
     images = jax.random.normal(jax.random.key(0), (2, 6, 5, 8))
 
@@ -213,4 +213,4 @@ def test_the_state_of_an_nnx_model_is_an_argument_of_its_program() -> None:
         found = jax.export.deserialize(bytearray(program)).call(jax.tree.leaves(nnx.state(model(seed))), images)
         np.testing.assert_allclose(found, model(seed)(images), rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="Cannot serialize PyTreeDef containing an unregistered type"):
-        stored(lambda state, x: nnx.merge(graph, state)(x), state)  # otherwise the page's note is obsolete
+        stored(lambda state, x: nnx.merge(graph, state)(x), state)  # docs/export.md says that this fails

@@ -20,15 +20,15 @@ from .problem import PER_ENTRY_OPERANDS, Fuzzed
 SLACK = 2.0
 #: An error bound is relative to the norm of the result, or to this fraction of the norm of its terms' magnitudes if
 #: that is larger. With large logits, most terms of a gradient cancel, but not their rounding errors: kernels round the
-#: output before they subtract the product of output and cotangent. If a factor is not 1 (:class:`Fuzzed`), the second
-#: fraction applies.
+#: output before they subtract the product of output and cotangent. The second fraction is for problems whose inputs are
+#: multiplied by a factor.
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
 #: Larger fraction for half-precision results that are merged from two parts, or from a part and a sink. Merging
 #: rounds outputs and cotangents a second time. With SLACK and the float16 bound, the error bound is half a unit in the
 #: last place of every term. Without merging, output elements have independent rounding errors, which average out in
 #: wide heads. The fraction is then divided by the square root of the head dimension.
 CANCELLATION_OF_HALVES = 0.25
-#: Number of roundings of a logit. The error of each is at most one epsilon times the sum of its terms' magnitudes.
+#: Number of roundings of a logit. Each has an error of at most one epsilon times the summed magnitudes of the terms.
 LOGIT_ROUNDINGS = 8
 SMALLEST_FLOAT16, LARGEST_FLOAT16 = 2.0**-24, 6e4
 #: Compilers and kernels flush float32 and bfloat16 numbers with smaller magnitudes to zero.
@@ -43,8 +43,8 @@ SMALLEST_FACTOR = 2.0**-10
 #: limit.
 LARGEST_LOGIT, LARGEST_LOGIT_OF_FLOAT16_COLUMNS, RELATIVE_BIAS_SHARE = 1e38, 1e6, 0.2
 SMALLEST_SCALE_OF_CLIPPING = 2.0**-10
-#: If a bias or sink has at least the first magnitude, GPU kernels round the weights in backward passes. The second
-#: number is the largest relative error of a weight.
+#: If the magnitude of a bias or sink is LARGE_LOGIT or more, GPU kernels round the weights in backward passes. The
+#: relative error of a weight is then at most LARGE_LOGIT_WEIGHT_BOUND.
 LARGE_LOGIT, LARGE_LOGIT_WEIGHT_BOUND = 2.0**40, 0.003
 
 
@@ -236,7 +236,7 @@ def _as_columns_of_float16(problem: Fuzzed, operands: oracle.Tensors) -> oracle.
 
 
 def _largest(array: np.ndarray | None, below: float = math.inf) -> float:
-    """Return the largest magnitude in an array that is below a limit. Numbers that mask out keys are ignored."""
+    """Return the largest magnitude in an array, except magnitudes from ``below`` on and numbers that mask out keys."""
     if array is None:
         return 0.0
     magnitudes = np.abs(oracle.with_hidden(array))

@@ -174,7 +174,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
         return found, arrays if takes_shared else per_head_key_bias(arrays)
 
     def per_entry(shared: jax.Array | None) -> jax.Array | None:
-        """Repeat an operand for each batch entry if the problem's seed selects this. ``jax.vmap`` does the same."""
+        """Repeat an operand for each batch entry, as ``jax.vmap`` does, if the problem's seed is a multiple of 4."""
         if shared is None or problem.seed % 4 != 0:
             return shared
         return jnp.broadcast_to(shared, (problem.batch, *shared.shape[1:]))

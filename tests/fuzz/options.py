@@ -29,7 +29,7 @@ class Options:
         is_direct: True to call the backend's kernels without the public operators.
         at_once: Number of problems per compiled program.
         variants: Number of ways to run each set of inputs. Each way counts as a problem.
-        output: Folder to write programs to that reproduce failures.
+        output: Folder in which programs that reproduce failures are saved.
         features: Features that every problem must have, by their names in ``features.FEATURES``.
     """
 

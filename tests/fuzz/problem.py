@@ -69,7 +69,7 @@ class Fuzzed:
         keys: For direct calls, the range of keys to use in each dimension. ``None`` for all keys.
         spoiled: Non-finite or very low numbers in the inputs.
         factors: Kind of the scale factors of 8-bit arrays; ``None`` without factors.
-        copies: How often the case's batch is repeated. Copies are more work for the kernels, but not for the oracle.
+        copies: Number of copies of the case's batch. Copies are more work for the kernels, but not for the oracle.
     """
 
     family: str
@@ -484,7 +484,7 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
 
     def planned(pair: TilePair | None = None) -> Problem:
         # An operator adapts the problem to the kernels that the tiles select. For example, it adds columns for a key
-        # bias. A direct call does not.
+        # bias. A direct call does not adapt the problem.
         return described if problem.is_direct else backend.widened(described, device, pass_, pair)
 
     if problem.copies > 1 and rng.random() < RING_TILES:
@@ -492,9 +492,9 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
         if by_kernels:
             kernel_tiles = by_kernels[int(rng.integers(len(by_kernels)))]
             return kernel_tiles[int(rng.integers(len(kernel_tiles)))]
-    # Most tiles are not from the backend's list, because it is ranked, which is slow.
+    # Most tiles are not from the backend's list, because the backend ranks this list, which is slow.
     kind = str(rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6]))
-    # If a layout has few tokens, few tiles support wrapped windows. Random tiles would seldom do so.
+    # If a layout has few tokens, few tiles support wrapped windows. Random tiles would seldom support them.
     if _goes_around_directly(problem):
         kind = "listed"
     if kind == "none":
