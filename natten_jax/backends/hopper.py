@@ -46,7 +46,7 @@ def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
 
 
 def times_as_long(problem: Problem, pass_: Pass, pair: TilePair) -> float:
-    """Return the predicted time of a pass relative to the same pass without seams.
+    """Return the predicted time of a pass relative to the same pass without seams (wrap-around points).
 
     Args:
         problem: A problem with dimensions that wrap around.
@@ -67,7 +67,7 @@ _LIMITS = native.limits(_KERNELS)
 
 
 def _tile_tokens(problem: Problem, pass_: Pass) -> list[tuple[int, int]]:
-    """Return tile sizes, in queries and in keys, of the kernels for the smallest head dimension that fits a problem."""
+    """Return the tile sizes ``(queries, keys)`` of kernels with the smallest head dimension that fits a problem."""
     forms = _LIMITS["float8_forward" if problem.element.is_float8 else pass_]
     forms = ffi.narrowest_forms(HopperBackend, forms, problem)
     return [(form["q_tile_tokens"], form["kv_tile_tokens"]) for form in forms]
@@ -191,10 +191,10 @@ class HopperBackend(NativeBackend):
 _SCRATCH = ResultType((1,), jnp.int32)
 
 #: Number of tensor maps per batch entry in the forward pass. Each of four arrays has eight maps, one per class of
-#: dilation groups.
+#: dilation groups. All groups of a class have the same extents.
 _ENTRY_MAPS = 4 * 8
 #: Number of tensor maps per batch entry in the backward pass. Each of seven arrays has eight maps, one per class of
-#: dilation groups.
+#: dilation groups. All groups of a class have the same extents.
 _BACKWARD_ENTRY_MAPS = 7 * 8
 
 

@@ -4,10 +4,12 @@ A *sweep* is a loop over *outer tiles*, which are all query tiles or all key til
 *inner tiles*, which cover its *hull*. The hull of a query tile is the range from the first to the last key that its
 queries see. The hull of a key tile is the range from the first to the last query that sees one of its keys.
 
-The local coordinate of a token is split into an *index* and a *residue*: the quotient and the remainder of its division
-by the dilation. All tokens of a dilation group have the same residue, and their indices are consecutive. Bounds of
-windows are computed in global indices. The global coordinates of the first local tokens (``origins``) are known only at
-run time. They are added to local coordinates, and so change both index and residue.
+If the local coordinate of a token is divided by the dilation, the quotient is the token's *index*, and the remainder is
+its *residue*. All tokens of a dilation group have the same residue, and their indices are consecutive.
+
+Bounds of windows are computed from global coordinates, which are divided in the same way. ``origins`` are the global
+coordinates of the first local tokens, and are known only at run time. A global coordinate is the sum of the origin and
+the local coordinate. The global index and residue of a token can therefore differ from the local ones.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ class AxisPosition(NamedTuple):
         inner_start: ``[..., tiles, 1]``. Local index of the first inner token that the tile visits. If
             :attr:`AxisSweep.period` is not ``None``, the index is reduced modulo the period.
         inner_residue: ``[..., tiles, 1]``. Residue of the inner tokens.
-        seen_start: ``[..., tiles, outer_tile]``. Index of the first inner token that is visible to an outer token or
-            sees it, relative to ``inner_start``.
-        seen_end: ``[..., tiles, outer_tile]``. Index after the last such inner token, relative to ``inner_start``.
+        seen_start: ``[..., tiles, outer_tile]``. First index of each outer token's range of inner tokens, relative to
+            ``inner_start``. The range consists of the keys that a query sees, or of the queries that see a key.
+        seen_end: ``[..., tiles, outer_tile]``. Exclusive end of this range, relative to ``inner_start``.
         inner_distance: ``[..., tiles, 1]``. Global index of the first visited inner token minus the global index of the
             first outer token.
     """
@@ -104,8 +106,7 @@ class AxisSweep:
         """Number of inner indices of the dimension, if visits wrap around its ends; otherwise ``None``.
 
         Visits wrap around only if the local queries or the local keys are the whole dimension. Otherwise the local keys
-        are a shard with halos. The halos contain wrapped keys, at positions beyond the first and last token of the
-        layout.
+        are a shard with halos. Beyond an end of the layout, a halo contains the keys from the opposite end.
         """
         is_around = self.axis.edges == "wrap" and self.axis.kv_extent in self.extents
         return self.axis.kv_extent // self.dilation if is_around else None
@@ -124,7 +125,7 @@ class AxisSweep:
 
         Args:
             tile: ``[tiles]``. Tile numbers.
-            residue: ``[tiles]``. Residue of the tile's outer tokens.
+            residue: ``[tiles]``. Residue of each tile's outer tokens.
             origins: ``[2]``. Global coordinates of the first local query and of the first local key; ``None`` if both
                 are 0.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
@@ -194,7 +195,7 @@ def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) 
         length = lengths[0 if outer_is_query else 1]
         first = _decisive_tiles(length, window.kernel_size, window.stride, tile, tile if is_aligned else 1)
         last = first + tile - 1
-        if axis.edges != "wrap" or outer_is_query or is_aligned:  # halos of keys extend beyond the layout's ends
+        if axis.edges != "wrap" or outer_is_query or is_aligned:  # otherwise, halos of keys extend past the layout
             last = np.minimum(last, length - 1)
         start, _ = axis.bounds(first, lengths, of_query=outer_is_query)
         _, end = axis.bounds(last, lengths, of_query=outer_is_query)
@@ -207,8 +208,8 @@ def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> i
 
     The layout is assumed to be at least as long as a window. The distance between the first keys of two windows is at
     most the distance between their queries, rounded up to a multiple of the stride. If an edge shifts windows, their
-    first keys are closer together, and more queries see the same key. In a layout that is shorter than two windows, all
-    queries may see the same key.
+    first keys are closer together than elsewhere, and more queries see the same key. In a layout that is shorter than
+    two windows, all queries may see the same key.
     """
     if outer_is_query:
         return axis.kernel_size + -(-(tile - 1) // axis.stride) * axis.stride
@@ -221,11 +222,11 @@ def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step:
     """Return the index of the first token of each candidate tile. One of the candidates has the largest hull.
 
     If a tile moves along the dimension, each end of its hull moves in steps of ``stride``, and is clamped at the edges
-    of the layout. Call a position of the tile a *clamp* if clamping of an end starts or stops there. Between two
-    clamps, hull sizes have one of two forms. Either they repeat with the period ``lcm(stride, step)``, or one end of
-    the hull is constant and sizes only grow or only shrink. It is therefore sufficient to search one period before and
-    one period after each clamp. Within a period, consider the positions at which an end of the hull moves. The
-    candidates are the last tile before and the first tile after each of these positions.
+    of the layout. Call a position of the tile a *clamp* if an end of the hull starts or stops being clamped there.
+    Between two clamps, hull sizes have one of two forms. Either they repeat with the period ``lcm(stride, step)``, or
+    one end of the hull is constant and sizes only grow or only shrink. It is therefore sufficient to search one period
+    before and one period after each clamp. Within a period, consider the positions at which an end of the hull moves.
+    The candidates are the last tile before and the first tile after each of these positions.
     """
     left = kernel_size // 2
     middles = 0, left, kernel_size, length - kernel_size, length - kernel_size + left, length - left, length
@@ -255,8 +256,8 @@ TokenTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width"]
 ValueTiles = Annotated[jax.Array, "tiles batch heads_kv tokens width_v"]
 #: A number per pair of tokens: scores, logits, weights, or gradients of these.
 PairTiles = Annotated[jax.Array, "tiles batch heads_kv rows tokens"]
-#: True for the tokens that a row sees. The first dimension has extent 1 if the mask is equal for all tiles. The fourth
-#: dimension has extent 1 if the mask is equal for all rows.
+#: True for the tokens that a row (a query of one head) sees. The first dimension has extent 1 if the mask is equal for
+#: all tiles. The fourth dimension has extent 1 if the mask is equal for all rows.
 MaskTiles = Annotated[jax.Array, "_ 1 1 _ tokens"]
 #: A number per row of a tile or of a whole array.
 PerRow = Annotated[jax.Array, "... 1"]
@@ -468,10 +469,10 @@ class Sweep:
         inner_step: Scalar,
         update: RowTiles,
     ) -> Split:
-        """Combine tiles with an array, at the positions from which :meth:`load` reads them.
+        """Scatter tiles into an array, to the positions from which :meth:`load` reads them; return the new array.
 
         The array has the format of :meth:`split_inner`, and the tiles have the format of :meth:`load`. ``scatter`` is
-        ``lax.scatter_add`` or ``lax.scatter_max``.
+        ``lax.scatter_add`` or ``lax.scatter_max``, and combines the tiles with the elements of the array.
         """
         batch, heads, *_, width = array.shape
         view, starts, extents, dimensions = self._inner_tiles(array, positions, inner_step)
@@ -491,9 +492,9 @@ class Sweep:
         An inner tile is addressed as one slice. If inner tiles may wrap around, each token is a separate slice.
 
         Returns:
-            Four values: the array (with merged token dimensions if inner tiles may wrap around), the starts of the
-            slices, the extents of the slices in the dimensions between heads and width, and the first three arguments
-            of ``lax.GatherDimensionNumbers``.
+            Four values: the array, the starts of the slices, the extents of the slices in the dimensions between heads
+            and width, and the first three arguments of ``lax.GatherDimensionNumbers``. If inner tiles may wrap around,
+            the returned array has a single token dimension.
         """
         rank = len(self.axes)
         corners = positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
@@ -550,7 +551,7 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
     Args:
         plan: Plan of the call.
         operands: Operands of the call. They determine the local extents.
-        pass_: The pass whose tiles in the plan are the maximum sizes of the sweep's tiles.
+        pass_: The pass. The sweep's tiles are at most as large as the plan's tiles for this pass.
         outer_is_query: True if outer tiles are query tiles.
     """
     problem, pair = plan.problem, plan.performance.tiles(pass_)
@@ -568,7 +569,7 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
         if axis.edges != "wrap":
             hulls = [min(inner_length, hull) for hull in hulls]
         # Arrays with the extents of the whole layout are assumed to start at its first token. Outer tiles then start
-        # only at multiples of their extent, and the largest hull may be smaller.
+        # only at multiples of their extent, and the largest hull may be smaller than with tiles that start anywhere.
         is_whole = extents == (axis.query_extent, axis.kv_extent) and hulls[True] < hulls[False]
         hull = hulls[is_whole]
         steps = -(-hull // inner_tile)

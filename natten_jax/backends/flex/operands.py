@@ -195,7 +195,7 @@ class PlacedSweep:
         return diagonals.transpose(0, 1, 2, *order).reshape(tiles, batch, self.problem.heads_kv, -1, keys)
 
     def is_needed(self, positions: TilePositions) -> Callable[[jax.Array], jax.Array] | None:
-        """Return a predicate that is True for inner steps in which any query sees a key; ``None`` to run all steps.
+        """Return a predicate that is True for inner steps in which a query sees a key; ``None`` to run all steps.
 
         Only calls with padded layouts have a predicate, because in other calls nearly all steps would satisfy it.
         """
@@ -205,7 +205,8 @@ class PlacedSweep:
         """Return the results unchanged, or NaN if they are invalid.
 
         In some dimensions, the number of inner steps is valid only for arrays that begin at the layout's first token
-        (:attr:`AxisSweep.assumes_whole`). The results are invalid if the arrays begin at another token there.
+        (:attr:`AxisSweep.assumes_whole`). The results are invalid if the arrays begin at another token in one of these
+        dimensions.
         """
         axes = [i for i, axis in enumerate(self.sweep.axes) if axis.assumes_whole]
         if self.origins is None or not axes:
@@ -217,9 +218,9 @@ class PlacedSweep:
 def _unrolled(diagonals: jax.Array, axis: int, queries: int, keys: int) -> jax.Array:
     """Expand a dimension ``[queries + keys]`` to ``[queries, keys]``.
 
-    Each row is a slice of the dimension that starts one element before the slice of the previous row. No gather is
-    needed: the function flattens ``queries`` copies of the dimension, and reshapes the result to rows that are one
-    element shorter than a copy. Each row therefore starts one element earlier in its copy than the previous row.
+    Each row is a slice of the dimension that starts one element before the slice of the previous row. The
+    function needs no gather: it flattens ``queries`` copies of the dimension, and reshapes the result to rows that are
+    one element shorter than a copy. Each row therefore starts one element earlier in its copy than the previous row.
     """
     before: Shape = diagonals.shape[:axis]
     after: Shape = diagonals.shape[axis + 1 :]
@@ -278,7 +279,9 @@ class QuerySweep(PlacedSweep):
         *,
         carries_plan: bool = False,
     ) -> tuple[Softmax, Softmax]:
-        """Compute two softmaxes for a step's query tiles: one over the additional tokens only, one over all keys.
+        """Compute two softmaxes for a step's query tiles.
+
+        The first is over the additional tokens only. The second is over the additional tokens and all keys.
 
         Args:
             positions: Positions of the step's tiles.
@@ -353,7 +356,10 @@ class KeySweep(PlacedSweep):
             start = jnp.where(additional_softmax.total == 0, -jnp.inf, additional_softmax.maximum)
 
         def step(number: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            """Process one outer tile: update the maxima in the first half of the rounds, the totals in the second."""
+            """Process the outer tiles of one step.
+
+            The first half of the rounds updates the maxima, and the second half updates the totals.
+            """
             is_second = number >= sweep.steps
             outer = jnp.where(is_second, number - sweep.steps, number)
             packed, key, key_bias = jax.tree.map(

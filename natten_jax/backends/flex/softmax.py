@@ -37,7 +37,8 @@ class Products:
         self._heads = problem.heads_kv, problem.heads // problem.heads_kv
         #: Factor of all logits; 1 if each head has a separate scale.
         self.scale = problem.scale if scale is None else 1.0
-        # An infinite scale would turn negative products into -inf, which marks masked keys. NaN propagates instead.
+        # Replace infinite scales with NaN, which propagates to the output. An infinite scale would turn negative
+        # products into -inf, which marks masked keys.
         self._scales = scale = None if scale is None else jnp.where(jnp.isfinite(scale), scale, jnp.nan)
         #: True if biases are added to the scaled products.
         self.adds = bool(problem.biases)
@@ -98,8 +99,8 @@ class Products:
         """Return row statistics that make the maximum logit of each row a constant when JAX differentiates weights.
 
         The maximum logit is the maximum score times the steepness. It therefore depends on the scale of the head, which
-        JAX may differentiate. The function subtracts an expression from ``log_total`` that is zero, and whose
-        derivative with respect to the scale cancels the derivative of the maximum logit.
+        JAX may differentiate. The function subtracts an expression with the value 0 from ``log_total``. The derivative
+        of this expression with respect to the scale cancels the derivative of the maximum logit.
         """
         if self._scales is None or self.adds:
             return rows
@@ -152,7 +153,7 @@ class Softmax(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """The maxima, and the logarithms of the totals; a total of 0 gives 0."""
+        """The maxima, and the logarithms of the totals; 0 instead of the logarithm of 0."""
         return Rows(self.maximum, jnp.where(self.total == 0, 0, jnp.log(self.total)))
 
     @classmethod
@@ -221,7 +222,8 @@ def softmax_weights(
     """
     steepness = products.factors_per_row(products.steepness, query.shape[-2])
     below = steepness * (products.scores(query, key, bias) - reference(rows.maximum))
-    # Limit the difference to 0: recomputed scores are rounded differently, and large scores may exceed the maximum.
+    # Clip the difference to at most 0: recomputed scores are rounded differently from the scores of the sweep that
+    # found the maximum, and may exceed it if they are large.
     below = below - lax.stop_gradient(jnp.maximum(below, 0))
     return _exp(jnp.where(mask, below - rows.log_total, -jnp.inf), carries_plan)
 
@@ -254,7 +256,7 @@ class KnownRows(NamedTuple):
 
     @classmethod
     def from_residuals(cls, products: Products, operands: Operands, residuals: jax.Array | None) -> KnownRows:
-        """Return the row statistics in the residuals of a forward pass. JAX does not differentiate them.
+        """Return the row statistics that a forward pass saved as residuals. JAX does not differentiate them.
 
         Without residuals, return zeros that are marked as unreliable.
         """

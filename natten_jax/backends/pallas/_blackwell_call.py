@@ -23,10 +23,10 @@ KEYS = 128
 #: Along the last dimension, tiles and boxes begin at multiples of this number of tokens, and have extents that are
 #: multiples of it. This is the number of rows per tile in the tensor cores' layout of shared memory.
 PIECE = 8
-#: Maximum elements per block of a head.
+#: Maximum number of adjacent elements of a head in one block.
 BLOCK = 64
-#: Number of thread blocks of a persistent launch, equal to the number of SMs of a B200 or B300. On GPUs with another
-#: number of SMs, results are also correct.
+#: Maximum number of thread blocks of a persistent launch, equal to the number of SMs of a B200 or B300. Results are
+#: also correct on GPUs with a different number of SMs.
 MULTIPROCESSORS = 148
 
 
@@ -38,9 +38,9 @@ class Lines:
     first dimension indexes lines. A column is a block of at most 64 elements of one head, for one dilation group along
     ``z``.
 
-    Each TMA copy transfers consecutive tokens of one line and dilation group, one column wide, as rows of a matrix in
-    shared memory. Rows after the end of the line are filled with zeros. The reshape is free if ``z`` is a multiple of
-    ``dilation`` times :data:`PIECE`. Otherwise, the array is padded, which copies it.
+    Each TMA copy transfers one column of consecutive tokens of one line and dilation group. In shared memory, each
+    token is a row of a matrix. Rows after the end of the line are filled with zeros. The reshape is free if ``z`` is a
+    multiple of ``dilation`` times :data:`PIECE`. Otherwise, the array is padded, which copies it.
 
     Attributes:
         batch: Batch entries.
@@ -166,7 +166,10 @@ class Call(StaticCall):
         return self.queries.heads // self.keys.heads
 
     def extents(self, *, owns_keys: bool = False) -> list[int]:
-        """Return the extents of the grid of work items: batch entries, heads, then groups and tiles per dimension.
+        """Return the extents of the grid of work items.
+
+        They are the number of batch entries, the number of heads, the number of dilation groups along each dimension,
+        and the number of tiles along each dimension.
 
         Args:
             owns_keys: True for work items that own a key tile, False for work items that own a query tile.

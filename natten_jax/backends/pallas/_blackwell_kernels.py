@@ -6,9 +6,9 @@ owns a row of logits. The tensor cores work on one half while the warpgroup of t
 
 There are two backward kernels. In the query gradient kernel, a thread block owns one query tile at a time, and visits
 boxes of keys. In the key/value gradient kernel, it owns one key tile at a time, and visits query tiles. A thread block
-has three warpgroups. In two of them, each thread owns half a row of logits.
+of a backward kernel has three warpgroups. In two of them, each thread owns half a row of logits.
 
-In all kernels, one more warpgroup has one warp that copies tiles, and one warp that issues matrix products. Sums over
+In all kernels, the last warpgroup has one warp that copies tiles, and one warp that issues matrix products. Sums over
 pairs of tiles are always accumulated in the same order.
 """
 
@@ -34,7 +34,7 @@ from natten_jax.backends.pallas._common import STATISTICS, Scalar, divided, unra
 from natten_jax.native.module import KERNEL_RANK
 from natten_jax.plan.plan import Plan
 
-#: Number of slots in shared memory for boxes of keys, and number of slots for boxes of values.
+#: Number of slots in shared memory for boxes of keys. Boxes of values have equally many slots.
 STAGES = 2
 _SUMS_AT_A_TIME = 32  # columns of the weighted sums of values that are in registers at a time
 #: Number of warpgroups that share a matrix of logits; each warpgroup owns half of the columns.
@@ -177,7 +177,8 @@ class ForwardBlock:
     def multiply(self, number: Scalar, before: Scalar) -> Scalar:
         """Issue the matrix products of an item.
 
-        For each half, the product of queries and the next box's keys follows the product of weights and values.
+        For each half, the product of a box's weights and values precedes the product of queries and the next box's
+        keys.
         """
         call, memory = self.call, self.memory
         count = Boxes.for_item(call, call.item(number), self.tables).count
@@ -205,8 +206,8 @@ class ForwardBlock:
             pl.when(goes_on)(lambda: plgpu.tcgen05_commit_arrive(memory.key_is_out.at[next_slot]))
 
         jax.lax.fori_loop(0, count, step, None)
-        # Arrive also if the item visits no box. The warpgroups wait for this barrier before the output overwrites the
-        # queries, so that the copy of the queries is complete by then.
+        # Arrive at the barrier even if the item visits no box. The warpgroups wait for this barrier before the output
+        # overwrites the queries. The wait ensures that the copy of the queries is complete.
         for half in range(call.halves):
             plgpu.tcgen05_commit_arrive(memory.mixed_is_in.at[half])
         return before + count
@@ -262,7 +263,8 @@ class ForwardBlock:
     def _rescale(self, half: int, change: jax.Array) -> None:
         """Multiply the weighted sums over earlier boxes by ``change``, a factor per row.
 
-        These sums are complete when the current box's logits are, because their products were issued earlier.
+        These sums are complete when the current box's logits are complete, because the products that update the sums
+        were issued before the product that computes these logits.
         """
         mixed = self.memory.mixed[half]
         for first in range(0, mixed.shape[1], _SUMS_AT_A_TIME):  # the registers cannot store all columns
@@ -290,7 +292,10 @@ class ForwardBlock:
 
 
 def _slot(box: Scalar) -> Scalar:
-    """Return the slot of a box of keys, given its number in the sequence of boxes of all items of a thread block."""
+    """Return the slot of a box of keys, given the number of the box.
+
+    A thread block numbers the boxes of all its items consecutively.
+    """
     return jax.lax.rem(box, STAGES)
 
 
@@ -326,8 +331,9 @@ def _split_scale(call: Call, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The factor of a key head, ``[batch, heads_kv]``, is the largest magnitude of the scales of its query heads. The
     factor of a query head is its scale divided by the factor of its key head. The first result is a flat array of the
-    factors of query heads. Logit gradients are multiplied by them before they are rounded and summed over the query
-    heads of a key head. The division prevents small scales from making these gradients so small that they lose digits.
+    factors of query heads. Logit gradients are multiplied by these factors. The products are then rounded, and summed
+    over the query heads of a key head. The division prevents small scales from making these products so small that they
+    lose digits.
     """
     groups = scale.reshape(call.keys.batch, call.keys.heads, call.group_heads)
     largest = jnp.max(jnp.abs(groups), axis=-1)
@@ -405,7 +411,8 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     item = call.item(number, owns_keys=True)
     box_tables, tile_tables = tables[:KERNEL_RANK], tables[KERNEL_RANK:]
     first_key = [t * extent for t, extent in zip(item.tile, call.box, strict=True)]
-    # All query tiles of a dilation group visit keys of one dilation group: read it from the row of query tile 0.
+    # All query tiles of a dilation group visit keys of the same dilation group. Therefore, read the group of the keys
+    # from the row of query tile 0.
     boxes = Boxes.for_item(call, item._replace(tile=(0,) * KERNEL_RANK), box_tables)
     place = _key_tile_origin(boxes, item.batch, item.head, first_key)
     firsts, counts = zip(*call.seeing(tile_tables, item.group, item.tile), strict=True)
@@ -431,13 +438,13 @@ def _key_tile_origin(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[
 def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> dict[str, Any]:
     """Return the shared memory, tensor memory and barriers of a thread block, by name.
 
-    A work item owns a query tile, or owns a key tile if ``owns_keys`` is True. Shared memory has one slot for each
-    array of owned tiles, and ``slots`` slots for each array of visited tiles.
+    A work item owns a query tile, or owns a key tile if ``owns_keys`` is True. In shared memory, each array of
+    owned tiles has one slot, and each array of visited tiles has ``slots`` slots.
 
     Memory:
 
-    - ``query``, ``out_gradient``: Shared memory, ``[slots, blocks, rows, block]``. Queries and output cotangents.
-    - ``key``, ``value``: Shared memory, ``[slots, blocks, keys, block]``.
+    - ``query``, ``out_gradient``: Shared memory, ``[1 or slots, blocks, rows, block]``. Queries and output cotangents.
+    - ``key``, ``value``: Shared memory, ``[1 or slots, blocks, keys, block]``.
     - ``logits``: Tensor memory. Products of queries and keys.
     - ``products``: Tensor memory. Products of output cotangents and values.
     - ``gradients``: Rounded gradients of logits; in tensor memory if queries are owned, otherwise in shared memory.
@@ -498,8 +505,8 @@ class BackwardBlock:
         owns_keys: True if items own keys and values, False if they own queries.
         memory: References to the memory and barriers of :func:`backward_memory`.
         results: References to the results. If keys are owned, these are the gradients of keys and of values. If queries
-            are owned, these are the query gradients and, only if the scale is an array, an array
-            ``[items, HALVES, queries]``. Its elements are sums over keys of the unscaled logit times the logit
+            are owned, the first result is the query gradients. A second result, ``[items, HALVES, queries]``, exists
+            only if the scale is an array. Its elements are sums over keys of the unscaled logit times the logit
             gradient. Each half of the columns has a separate sum.
         arrays: References to queries, output cotangents, keys and values.
         bounds: References to the arrays of :meth:`Call.bounds`.
@@ -525,7 +532,10 @@ class BackwardBlock:
     result_scales: Any
 
     def _slot(self, number: Scalar) -> Scalar:
-        """Return the slot of a pair, given its number in the sequence of pairs of all items of a thread block."""
+        """Return the slot of a pair, given the number of the pair.
+
+        A thread block numbers the pairs of all its items consecutively.
+        """
         return jax.lax.rem(number, self.slots)
 
     def _owned(self, number: Scalar) -> Owned:
@@ -598,8 +608,8 @@ class BackwardBlock:
                 finish(number)
 
         jax.lax.fori_loop(0, count, step, None)
-        # Arrive also if the item visits no tile. The warpgroups wait for this barrier before the results overwrite the
-        # owned tiles, so that the copies of these tiles are complete by then.
+        # Arrive at the barrier even if the item visits no tile. The warpgroups wait for this barrier before the results
+        # overwrite the owned tiles. The wait ensures that the copies of these tiles are complete.
         plgpu.tcgen05_commit_arrive(memory.sums_are_in)
         return before + count
 
@@ -702,7 +712,7 @@ class BackwardBlock:
         """
         call = self.call
         lines, shape = (call.keys, call.box) if self.owns_keys else (call.queries, call.half_tile)
-        self._wait_for_free_slot(owned.count)  # also after the last pair, because each phase needs one wait
+        self._wait_for_free_slot(owned.count)  # also after the last pair, because each barrier phase needs one wait
         gpu.wait(self.memory.sums_are_in)
         parts = [(*each, block) for each in sums for block in range(lines.blocks)][half::HALVES]
         for numbers, factor, tiles, _, block in parts:

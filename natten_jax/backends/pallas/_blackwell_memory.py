@@ -44,21 +44,23 @@ def launch(
 ) -> Sequence[jax.Array]:
     """Launch a kernel in which each thread block processes work items with specialized warpgroups.
 
-    ``halves`` warpgroups own rows of logits. Another warpgroup has a warp for copies, and a warp for matrix products.
+    ``halves`` warpgroups own rows of logits. The last warpgroup has a warp for copies, and a warp for matrix products.
     The function ``block_of`` returns an object with these methods:
 
-    - ``weigh(half, number)`` runs in the warpgroup that owns a half of an item's logits. It computes their weights.
+    - ``weigh(half, number)`` runs in the warpgroup that owns a half of an item's logits. It computes the weights of
+      these logits, and writes the results of the half.
     - ``load(number, state)`` runs in the warp for copies. It starts to copy an item's tiles, and returns the next
-      state. The state contains the number of items and the number of visited tiles so far.
+      state. The state contains the number of items and the number of visited tiles that were loaded so far.
     - ``drain(state)`` runs in the warp for copies after the last item. It waits for the phases of barriers that
       ``load`` has not waited for, because a thread block must not end before they complete.
     - ``multiply(number, before)`` runs in the warp for matrix products. It issues the products of an item. ``before``
-      is the number of visited tiles so far, and the method returns the number after the item.
+      is the number of tiles that the thread block's previous items visited. The method returns the sum of ``before``
+      and the number of tiles that this item visits.
 
     Args:
         name: Name of the kernel.
-        block_of: Function that returns the object above. It receives references to the operands, the results and the
-            scratch memory.
+        block_of: Function that returns the object with the methods above. It receives references to the operands, the
+            results and the scratch memory.
         operands: A pytree of arrays.
         results: Arrays or abstract types with the shapes and types of the results.
         scratch: Scratch memory and barriers by name.
@@ -75,7 +77,7 @@ def launch(
         count = jax.lax.div(items - 1 - block, blocks) + 1
 
         def for_each_item(body: Callable[[Scalar, Any], Any], state: Any) -> Any:
-            """Call ``body`` for each item of this block; each call receives the state that the previous returned."""
+            """Call ``body`` for each item of this block, with the state that the previous call returned."""
             return jax.lax.fori_loop(0, count, lambda i, state: body(block + i * blocks, state), state)
 
         def set_registers(registers: int, action: Any) -> None:

@@ -31,8 +31,8 @@ Table = Any  # numpy.ndarray or jax.Array, int32
 #: ``finfo.min / 2 * log2(e)``, which is above both constants.
 HIDDEN = -3.3e38
 SMALLEST_MAXIMUM = -2.9e38
-#: Logsumexp in base 2 that makes all weights of a query 0. Queries that see no key have it, and padding has it in
-#: Blackwell kernels.
+#: Logsumexp in base 2 that makes all weights of a query 0. Queries that see no key have this logsumexp. In
+#: Blackwell kernels, padding also has this logsumexp.
 NO_KEY_SEEN = 1e30
 #: Number of statistics per query that the backward pass reads. They are the logsumexp, its remainder, and delta.
 STATISTICS = 3
@@ -48,13 +48,13 @@ class Visits:
     If the arrays of a call contain all tokens, tables are NumPy arrays. If they are a shard, the program computes the
     tables at run time, because the first token of a shard depends on the device.
 
-    Key indices include padding: the first key has the index ``before``. An end is exclusive: one more than the index of
-    the last key.
+    Key indices count the padding before the first key, which therefore has the index ``before``. An end is exclusive:
+    one more than the index of the last key.
 
     Attributes:
         axis: The token dimension.
         q_tile: Queries per tile.
-        box: Keys per box. A key tile has equally many keys.
+        box: Keys per box. A key tile has the same number of keys.
         q_tiles: Query tiles per dilation group.
         keys: Keys per dilation group, including padding.
         before: Number of padding keys before the first key of a dilation group.
@@ -93,8 +93,8 @@ class Visits:
             axis: The token dimension.
             tiles: Queries per tile, and keys per box.
             extents: Extents of the query array and of the key array.
-            origins: Two int32 scalars. Coordinates of the first query and of the first key in the layout; ``None`` if
-                the arrays contain all tokens.
+            origins: Two int32 scalars. Layout coordinates of the first query and of the first key of the arrays;
+                ``None`` if the arrays contain all tokens.
             alignment: Boxes begin at multiples of this number of keys.
             before: Number of padding keys before the first key of a dilation group.
             whole_boxes: True to pad keys to a multiple of ``box``. False to pad them to a multiple of ``alignment``,
@@ -269,7 +269,7 @@ class StaticCall:
         visits: Visits along each of three token dimensions.
     """
 
-    #: Names of the columns of box tables, which are attributes of :class:`Visits`.
+    #: Names of attributes of :class:`Visits`. Box tables have one column per name.
     columns: ClassVar[Sequence[str]]
     plan: Plan
     queries: Any
@@ -319,8 +319,8 @@ class Layout:
 
     Attributes:
         heads: Heads per batch entry.
-        pack: Number of heads per pack; 1 if heads are not packed. TPU kernels pack all heads, or the number of heads
-            that fills the lanes of a register.
+        pack: Number of heads per pack; 1 if heads are not packed. A pack in TPU kernels contains all heads, or as many
+            heads as fill the lanes of a register.
         extents: Tokens along each dimension of the problem.
         groups: Number of dilation groups along each of three dimensions.
         lengths: Tokens per group along each dimension, including padding.
@@ -435,8 +435,8 @@ def logsumexp_and_remainder(maximum: jax.Array, total: jax.Array) -> tuple[jax.A
 
     Args:
         maximum: float32. Maximum of the logits in base 2.
-        total: float32. Sum of the weights ``exp2(logit - maximum)``; 0 if a query sees no key, so that its logsumexp is
-            ``-inf``.
+        total: float32. Sum of the weights ``exp2(logit - maximum)``; 0 if a query sees no key. The logsumexp of such a
+            query is ``-inf``.
     """
     sees_nothing = total == 0
     total = jnp.where(sees_nothing, 1, total)
