@@ -54,7 +54,7 @@ small::RingLoads loads_of(bool ring_has_boxes) {
 py::dict described(const small::RingShape& ring, const char* kernel) {
   const std::int64_t strips = std::int64_t{ring.strips[0]} * ring.strips[1];
   return py::dict("kernel"_a = kernel, "line_dimension"_a = -1, "regions"_a = strips, "columns"_a = ring.keys / strips,
-                  "tiles"_a = ring.beside[0] * ring.beside[1] * ring.steps, "pairs"_a = ring.pairs,
+                  "tiles"_a = ring.adjacent[0] * ring.adjacent[1] * ring.steps, "pairs"_a = ring.pairs,
                   "seconds"_a = ring.nanoseconds / 1e9);
 }
 
@@ -169,14 +169,14 @@ py::object estimate_of_small_windows(const std::array<std::int64_t, kFieldsOfAxi
     const bool owns_queries = kernel == small::Kernel::kForward || kernel == small::Kernel::kQueryGradient;
     double nanoseconds = region.nanoseconds;
     if (has_ring) {
-      constexpr auto kPlaces = small::Places::kComplete;
+      constexpr auto kCoverage = small::Coverage::kComplete;
       const auto& rows = is_backward ? tiles.kv : tiles.query;
       const auto& columns = is_backward ? tiles.query : tiles.kv;
       if (owns_queries) {
-        ring = small::choose_ring_before(region, problem, rows, columns, kernel, kPlaces, loads_of(ring_has_boxes),
+        ring = small::choose_faster_ring(region, problem, rows, columns, kernel, kCoverage, loads_of(ring_has_boxes),
                                          device);
       }
-      nanoseconds = small::nanoseconds_beside_rings(region, problem, kernel, kPlaces);
+      nanoseconds = small::nanoseconds_against_rings(region, problem, kernel, kCoverage);
     }
     if (ring.warps > 0) nanoseconds = ring.nanoseconds;
     estimate.seconds += (nanoseconds - region.nanoseconds) / 1e9;
@@ -196,9 +196,9 @@ py::object gradient_ring_of_small_windows(const std::array<std::int64_t, kFields
                                           const std::array<std::int64_t, 6>& sizes, int shared_memory,
                                           int multiprocessors, bool ring_has_boxes, bool has_relative_bias,
                                           bool has_key_bias) {
-  const small::RingShape ring =
-      small::choose_gradient_ring(small_problem(axes, sizes, has_relative_bias, has_key_bias), small::Places::kComplete,
-                                  loads_of(ring_has_boxes), small_device(shared_memory, multiprocessors, false));
+  const small::RingShape ring = small::choose_gradient_ring(small_problem(axes, sizes, has_relative_bias, has_key_bias),
+                                                            small::Coverage::kComplete, loads_of(ring_has_boxes),
+                                                            small_device(shared_memory, multiprocessors, false));
   if (ring.warps == 0) return py::none();
   return described(ring, "key/value gradient with a ring");
 }

@@ -58,12 +58,12 @@ Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Ca
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result table_records", records, xffi::DataType::F32, {0}, rule));
     return check_array("result table_sums", sums, xffi::DataType::F32, {0}, rule);
   }
-  const small::BiasSums of = small::bias_sums(p.axes, call.tiles.kv, call.tiles.query);
-  NATTEN_JAX_RETURN_IF_ERROR(
-      check_array("result table_records", records, xffi::DataType::F32, {p.batch, p.heads, of.tiles, of.record}, rule));
-  return check_array("result table_sums", sums, xffi::DataType::F32,
-                     {of.parts, p.batch, p.heads, small::BiasTable(p.axes, call.tiles.kv, call.tiles.query).gradients},
-                     rule);
+  const small::BiasSums sizes = small::bias_sums(p.axes, call.tiles.kv, call.tiles.query);
+  NATTEN_JAX_RETURN_IF_ERROR(check_array("result table_records", records, xffi::DataType::F32,
+                                         {p.batch, p.heads, sizes.tiles, sizes.record}, rule));
+  return check_array(
+      "result table_sums", sums, xffi::DataType::F32,
+      {sizes.parts, p.batch, p.heads, small::BiasTable(p.axes, call.tiles.kv, call.tiles.query).gradients}, rule);
 }
 
 /// Checks the scratch result for the gradient of sinks.

@@ -75,9 +75,9 @@ int main() {
           const std::int64_t pairs = groups[0] * groups[2] * divide_up(groups[1], 2);
           ++regions;
           small_boxes += is_small;
-          small_tables += 2 * (divide_up(pairs, 2) + 1) > region.table;
+          small_tables += 2 * (divide_up(pairs, 2) + 1) > region.table_capacity;
         };
-        if (for_each_region(problem, rows, columns, Kernel::kKeyValueGradient, Places::kOfEntries, device, look)
+        if (for_each_region(problem, rows, columns, Kernel::kKeyValueGradient, Coverage::kPerEntry, device, look)
                 .failed()) {
           return 1;
         }

@@ -70,7 +70,7 @@ def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None
     must be smaller for some layouts.
     """
     sources = [f"cuda/small/{name}.cpp" for name in ("ring_balance", "ring_shape")]
-    output = output_of("ring_turns", sources, tmp_path, options=["-O1"])
+    output = output_of("ring_rotation", sources, tmp_path, options=["-O1"])
     layouts = [tuple(map(int, line.split())) for line in output.splitlines()]
     assert len(layouts) == 6
     for average, most, most_without, wrong in layouts:

@@ -45,9 +45,9 @@ struct AdditionalShared {
   // `for_pairs` prefetches past the end.
   alignas(8) std::uint32_t offsets[Stage::kPairs + 2];
   std::uint16_t masks[2 * 32];
-  // Array indices of keys and queries, in the format of Tables::row_places.
-  alignas(8) int places_of_keys[kRows];
-  alignas(8) int places_of_queries[kAdditionalWarps][32];
+  // Array indices of keys and queries, in the format of Tables::row_indices.
+  alignas(8) int key_indices[kRows];
+  alignas(8) int query_indices[kAdditionalWarps][32];
 };
 
 template <class Element, int kHeadDim>
@@ -70,17 +70,17 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
   for (int i = threadIdx.x; i < 2 * 32; i += blockDim.x) shared.masks[i] = 0;
   if (threadIdx.x < kRows) {
     const int key = tile_number * kRows + threadIdx.x;
-    shared.places_of_keys[index_of_row(threadIdx.x)] = key < p.additional_kv ? key * p.heads_kv : -1;
+    shared.key_indices[index_of_row(threadIdx.x)] = key < p.additional_kv ? key * p.heads_kv : -1;
   }
   __syncthreads();
-  const int of_additional = batch * p.additional_kv * p.heads_kv + head_kv;
-  const auto copy_rows = [](const int* places, const void* array, int first, int width, std::uint32_t to) {
-    Rows::copy(reinterpret_cast<const int2*>(places), row_of(array, first, width), width, to);
+  const int additional_row = batch * p.additional_kv * p.heads_kv + head_kv;
+  const auto copy_rows = [](const int* indices, const void* array, int first, int width, std::uint32_t to) {
+    Rows::copy(reinterpret_cast<const int2*>(indices), row_of(array, first, width), width, to);
   };
   if (warp == 0) {
-    copy_rows(shared.places_of_keys, p.keys, of_additional, p.head_dim, shared_address(shared.keys));
+    copy_rows(shared.key_indices, p.keys, additional_row, p.head_dim, shared_address(shared.keys));
   } else if (warp == 1) {
-    copy_rows(shared.places_of_keys, p.values, of_additional, p.head_dim_v, shared_address(shared.values));
+    copy_rows(shared.key_indices, p.values, additional_row, p.head_dim_v, shared_address(shared.values));
   }
   commit_copies();
   wait_copies<0>();
@@ -91,19 +91,19 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
   // In each token, the query heads that share a key/value head are consecutive.
   const int heads_per_kv = p.heads / p.heads_kv, first_row = batch * p.queries * p.heads + head_kv * heads_per_kv;
   const int begin = part * p.columns_of_part, end = min(begin + p.columns_of_part, p.queries * heads_per_kv);
-  int* places = shared.places_of_queries[warp];
+  int* indices = shared.query_indices[warp];
   const auto load = [&](int column, std::uint32_t stage) {
     column += lane;
     int token, head;
     p.by_heads_per_kv(token, head, column);
     __syncwarp();
-    const int place = column < end ? token * p.heads + head : -1;
-    places[lane / kRows * kRows + index_of_row(lane % kRows)] = place;
+    const int index = column < end ? token * p.heads + head : -1;
+    indices[lane / kRows * kRows + index_of_row(lane % kRows)] = index;
     __syncwarp();
     CUTE_UNROLL
     for (int pair = 0; pair < Stage::kPairs; ++pair) {
       const auto copy_pair = [&](const void* array, int width, std::uint32_t to) {
-        copy_rows(places + pair * kRows, array, first_row, width, to + pair * Rows::kBytes);
+        copy_rows(indices + pair * kRows, array, first_row, width, to + pair * Rows::kBytes);
       };
       copy_pair(p.query, p.head_dim, stage);
       copy_pair(p.out_cotangent, p.head_dim_v, stage + Stage::kSecond);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
     // For rows past the last query, Q, dO and statistics are set to zero, so these rows do not change the sums.
     if (lane < Stage::kQueries) {
       copy_chunk(stage + Stage::kStatistics + lane * kStatisticsBytes,
-                 reinterpret_cast<const char*>(p.statistics + first_row + max(place, 0)), place < 0 ? 0 : 16);
+                 reinterpret_cast<const char*>(p.statistics + first_row + max(index, 0)), index < 0 ? 0 : 16);
     }
   };
 
@@ -152,9 +152,9 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
     float* at = p.sums + row * width + lane % 4 * 2;
     CUTE_UNROLL
     for (int i = 0; i < kHeadDim / 8; ++i) {
-      const auto two = [&](const float (&of_four)[4]) { return make_float2(of_four[2 * r], of_four[2 * r + 1]); };
-      if (8 * i < p.head_dim) *reinterpret_cast<float2*>(at + 8 * i) = two(sums.of_keys[i]);
-      if (8 * i < p.head_dim_v) *reinterpret_cast<float2*>(at + p.head_dim + 8 * i) = two(sums.of_values[i]);
+      const auto two = [&](const float (&quad)[4]) { return make_float2(quad[2 * r], quad[2 * r + 1]); };
+      if (8 * i < p.head_dim) *reinterpret_cast<float2*>(at + 8 * i) = two(sums.key_sums[i]);
+      if (8 * i < p.head_dim_v) *reinterpret_cast<float2*>(at + p.head_dim + 8 * i) = two(sums.value_sums[i]);
     }
   }
 }
@@ -170,14 +170,14 @@ __global__ void __launch_bounds__(kAdditionalSumThreads)
   float2 sum = {};
 #pragma unroll 8
   for (int part = 0; part < p.parts; ++part) {
-    const float2 each = reinterpret_cast<const float2*>(p.sums)[part * pairs + i];
-    sum.x += each.x;
-    sum.y += each.y;
+    const float2 partial = reinterpret_cast<const float2*>(p.sums)[part * pairs + i];
+    sum.x += partial.x;
+    sum.y += partial.y;
   }
   const std::int64_t row = 2 * i / width;
   const int element = static_cast<int>(2 * i - row * width);
   const bool is_key = element < p.head_dim;
-  const std::int64_t of_token = std::int64_t{p.additional_kv} * p.heads_kv, batch = row / of_token,
+  const std::int64_t batch_rows = std::int64_t{p.additional_kv} * p.heads_kv, batch = row / batch_rows,
                      head = row % p.heads_kv;
   const float factor = is_key ? p.scale.of(batch * p.heads + head * (p.heads / p.heads_kv)).logits : 1.f;
   void* gradient = is_key ? p.keys_gradient : p.values_gradient;

@@ -30,7 +30,7 @@ GivenTable given_table(const Problem& problem, std::int64_t line, const Arrays& 
   const OffsetTable offsets = offset_table(problem.axes);
   GivenTable given{};
   given.tables = arrays.relative_bias;
-  given.is_of_entry = arrays.relative_bias_tables > 1;
+  given.is_per_entry = arrays.relative_bias_tables > 1;
   given.offsets = static_cast<int>(offsets.entries);
   given.offsets_of_line = static_cast<int>(offsets.pitch[1]);
   given.by_line = cutlass::FastDivmod(static_cast<int>(line));
@@ -48,7 +48,7 @@ Status make_products(const Problem& problem, const std::int64_t (&rows)[kRank], 
   table.entries = p.region.table_entries;
   table.heads = p.heads;
   const std::int64_t tables = tables_of_products(problem, arrays);
-  p.is_table_of_all = tables == 1;
+  p.is_table_shared = tables == 1;
   return status_of(launch_table_products(table, static_cast<int>(tables * problem.heads), stream));
 }
 
@@ -77,9 +77,9 @@ Status prepare_table(const Problem& problem, const TileShapes& tiles, const Arra
   last.sums = scratch.table_sums;
   last.result = arrays.relative_bias_gradient;
   last.next_table = chunks;
-  const bool is_of_entry = arrays.relative_bias_tables > 1;
-  last.next_sum = (is_of_entry ? items : problem.heads) * chunks;
-  last.count = static_cast<int>(sums.parts * (is_of_entry ? 1 : problem.batch));
+  const bool is_per_entry = arrays.relative_bias_tables > 1;
+  last.next_sum = (is_per_entry ? items : problem.heads) * chunks;
+  last.count = static_cast<int>(sums.parts * (is_per_entry ? 1 : problem.batch));
   last.offsets = static_cast<int>(offset_table(problem.axes).entries);
   return {};
 }

@@ -42,21 +42,21 @@ inline int reads_of_warp(const std::int64_t (&pitch)[kRank], const std::int64_t 
   return *std::max_element(in_bank, in_bank + kBanks);
 }
 
-/// Returns the number of entries of a line with `own` offsets, including padding. This is the shortest line with the
-/// fewest bank conflicts. Without padding, reads need twice the number of wavefronts for most problems with windows of
-/// 7 x 7, and for all with windows of 13 x 13. The forward pass with 13 x 13 then took 207 instead of 201 microseconds.
-/// The key and value gradients with 7 x 7 and heads of 64 took 113 instead of 100 microseconds (H200).
+/// Returns the number of entries of a line with `offsets` offsets, including padding. This is the shortest line with
+/// the fewest bank conflicts. Without padding, reads need twice the number of wavefronts for most problems with windows
+/// of 7 x 7, and for all with windows of 13 x 13. The forward pass with 13 x 13 then took 207 instead of 201
+/// microseconds. The key and value gradients with 7 x 7 and heads of 64 took 113 instead of 100 microseconds (H200).
 ///
 /// Args:
-///   own: number of offsets along the last dimension.
+///   offsets: number of offsets along the last dimension.
 ///   lines: number of lines per plane (offsets along the second dimension).
 ///   tile, group: shapes of a tile of rows and of a group of columns.
-inline std::int64_t entries_of_line(std::int64_t own, std::int64_t lines, const std::int64_t (&tile)[kRank],
+inline std::int64_t entries_of_line(std::int64_t offsets, std::int64_t lines, const std::int64_t (&tile)[kRank],
                                     const std::int64_t (&group)[kRank]) {
   constexpr std::int64_t kBanks = 32;  // line lengths that differ by kBanks have the same bank conflicts
-  std::int64_t best = own;
+  std::int64_t best = offsets;
   int least = std::numeric_limits<int>::max(), orders = 0;
-  for (std::int64_t line = own; line < own + kBanks && least > orders; ++line) {
+  for (std::int64_t line = offsets; line < offsets + kBanks && least > orders; ++line) {
     int reads = 0;
     orders = 0;
     for (const auto& order : kOrders) {

@@ -12,19 +12,19 @@ CUTE_DEVICE char* sums_of_warp(const CommonParams& p, char* raw) {
   return raw + p.region.shared.sums + threadIdx.x / 32 * bytes_of_sums(p.region.record);
 }
 
-/// Zeroes `bytes` bytes of the warp's memory, starting at `own`.
-CUTE_DEVICE void clear_of_warp(char* own, int bytes) {
+/// Zeroes `bytes` bytes of the warp's memory, starting at `memory`.
+CUTE_DEVICE void clear_warp_memory(char* memory, int bytes) {
   __syncwarp();
 #pragma unroll 4
   for (int at = threadIdx.x % 32 * 16; at < bytes; at += 32 * 16) {
-    *reinterpret_cast<uint4*>(own + at) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(memory + at) = make_uint4(0, 0, 0, 0);
   }
   __syncwarp();
 }
 
 /// Zeroes the warp's rows of logit gradients. Elements outside of a query's window stay zero for all items.
 CUTE_DEVICE void clear_sums(const CommonParams& p, char* raw) {
-  clear_of_warp(sums_of_warp(p, raw), bytes_of_sums(p.region.record));
+  clear_warp_memory(sums_of_warp(p, raw), bytes_of_sums(p.region.record));
 }
 
 /// Stores the logit gradients of pairs of groups, rounded to the element type. A word contains two neighboring
@@ -37,14 +37,14 @@ CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums,
   for (int pair = 0; pair < kPairs; ++pair) {
     // `kept` makes values opaque to the compiler. Otherwise, the compiler would recompute the addresses for each store,
     // and would need two instructions to test the bits of a word.
-    const std::uint32_t seen = kept(~pairs.masks[pair]);
+    const std::uint32_t visible = kept(~pairs.masks[pair]);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int h = i / 2, r = i % 2;
       const std::uint32_t at = kept(sums + tile.sums[r] + pairs.at[pair].sum() + h * tile.next_sum_of_group);
       // Tests the mask bits of the word's two elements. In the mask, each element has a byte, with bit 3 for the first
       // group of the pair and bit 7 for the second group.
-      if ((seen & 0x808u << (16 * r + 4 * h)) != 0) store_word(at, a[pair][2 * h + r]);
+      if ((visible & 0x808u << (16 * r + 4 * h)) != 0) store_word(at, a[pair][2 * h + r]);
     }
   }
 }
@@ -57,8 +57,8 @@ CUTE_DEVICE void columns_of_rows(std::uint32_t (&b)[2], const TilePlan& tile) {
   const int number = threadIdx.x % 32 / 4;
   CUTE_UNROLL
   for (int k = 0; k < 2; ++k) {
-    const std::uint32_t of_column = number == 0 ? ~tile.late_rows[k] : number == 1 ? tile.late_rows[k] : 0;
-    b[k] = pack<Element>(1.f, 1.f) & of_column;
+    const std::uint32_t row_mask = number == 0 ? ~tile.late_rows[k] : number == 1 ? tile.late_rows[k] : 0;
+    b[k] = pack<Element>(1.f, 1.f) & row_mask;
   }
 }
 
@@ -82,10 +82,10 @@ CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::u
     load_matrices_transposed(r, rows + kBytesOfSum * first);
     float d[4];
     Instruction::fma(d[0], d[1], d[2], d[3], r[0], r[2], r[1], r[3], b[0], b[1], 0.f, 0.f, 0.f, 0.f);
-    const float of_eighth = __shfl_sync(0xffffffffu, d[3], 0);
+    const float eighth_sum = __shfl_sync(0xffffffffu, d[3], 0);
     float low = __shfl_down_sync(0xffffffffu, d[1], 4), high = __shfl_down_sync(0xffffffffu, d[3], 4);
     if (number == kColumns - 1) {
-      low = of_eighth;
+      low = eighth_sum;
       high = behind;
     }
     behind = __shfl_sync(0xffffffffu, d[1], 0);

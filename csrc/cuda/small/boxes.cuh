@@ -20,11 +20,11 @@ constexpr bool is_compiled(bool has_boxes) {
 
 /// Rarely used per-CTA state, kept in shared memory to save registers.
 struct BoxState {
-  std::uint64_t full[2];  // Barriers: the stage is loaded.
-  std::uint64_t left[2];  // Barriers: all warps have read the stage.
-  EntryItems items;       // Items of the current plan. Used only with per-entry layouts.
-  int first[kRank];       // First column of the box.
-  int warps;              // Number of warps that have rows.
+  std::uint64_t full[2];   // Barriers: the stage is loaded.
+  std::uint64_t empty[2];  // Barriers: all warps have read the stage.
+  EntryItems items;        // Items of the current plan. Used only with per-entry layouts.
+  int first[kRank];        // First column of the box.
+  int warps;               // Number of warps that have rows.
 };
 
 /// Empty type of a member that a kernel does not need.
@@ -44,11 +44,11 @@ class BoxLoads {
   static constexpr bool kIsWhole = kKernel == Kernel::kWholeGradient;
   static constexpr bool kMayWrap = Items::kMayWrap, kIsPlain = Items::kIsPlain;
   static constexpr int kBoxes = boxes_of(kKernel);
-  static constexpr bool kHasResultsInRows = has_results_in_rows(kKernel, Items::kOfEntries);
+  static constexpr bool kHasResultsInRows = has_results_in_rows(kKernel, Items::kPerEntry);
   // Number of arrivals by which a warp reports that it has read a stage. With a relative bias, every lane arrives. If a
   // single lane arrived for its warp, compute-sanitizer's racecheck would report the other lanes' reads of the table as
   // races.
-  static constexpr int kLeavesOfWarp = kHasBias ? 32 : 1;
+  static constexpr int kReleasesPerWarp = kHasBias ? 32 : 1;
 
   CUTE_DEVICE BoxLoads(const CommonParams& p, char* raw)
       : p_(p),
@@ -69,14 +69,14 @@ class BoxLoads {
   /// Sets the items of the next plan. Must be called before each plan, when all threads have finished the previous
   /// plan.
   CUTE_DEVICE void take(const Items& items, bool is_first) {
-    if constexpr (Items::kOfEntries) {
+    if constexpr (Items::kPerEntry) {
       if (threadIdx.x > 0) return;
       state_.items = items;
       if (is_first) return;
       CUTE_UNROLL
       for (int stage = 0; stage < 2; ++stage) {
         ClusterBarrier::invalidate(&state_.full[stage]);
-        ClusterBarrier::invalidate(&state_.left[stage]);
+        ClusterBarrier::invalidate(&state_.empty[stage]);
       }
     } else {
       items_ = items;
@@ -94,11 +94,11 @@ class BoxLoads {
     CUTE_UNROLL
     for (int stage = 0; stage < 2; ++stage) {
       ClusterBarrier::init(&state_.full[stage], crosses_seam ? static_cast<int>(blockDim.x) : 1);
-      ClusterBarrier::init(&state_.left[stage], warps * kLeavesOfWarp);
+      ClusterBarrier::init(&state_.empty[stage], warps * kReleasesPerWarp);
     }
     state_.warps = warps;
     cutlass::arch::fence_barrier_init();
-    if constexpr (Items::kOfEntries) {
+    if constexpr (Items::kPerEntry) {
       if (items().maps >= 0) {
         // In the forward pass, the previous kernel makes the tensor maps. In the backward pass, the maps were complete
         // before the previous kernel started. That kernel may fill padding, but these loads do not need the padding.
@@ -166,7 +166,7 @@ class BoxLoads {
               Phases<decltype(load_next)>{*this, load_next, i, stage, phase});
       items().advance(p_, item, i + 1);
       if (crosses_seam() && i + p_.region.stages < count) {
-        wait(state_.left[stage], phase);
+        wait(state_.empty[stage], phase);
         copy_columns(i + p_.region.stages, stage);
       }
       if (++stage == p_.region.stages) {
@@ -193,7 +193,7 @@ class BoxLoads {
       wait(loads.state_.full[stage], phase);
     }
 
-    CUTE_DEVICE void columns_are_read() const { loads.leave(i, stage, phase); }
+    CUTE_DEVICE void columns_are_read() const { loads.release(i, stage, phase); }
 
     /// Called when the warp's results have left their staging buffer. If this is the buffer of rows, starts to load the
     /// next item's rows.
@@ -205,19 +205,19 @@ class BoxLoads {
     }
   };
 
-  CUTE_DEVICE void leave(int i, int stage, int phase) const {
-    std::uint64_t& left = state_.left[stage];
-    if (kLeavesOfWarp > 1 && threadIdx.x % 32 > 0) arrive(left);
+  CUTE_DEVICE void release(int i, int stage, int phase) const {
+    std::uint64_t& empty = state_.empty[stage];
+    if (kReleasesPerWarp > 1 && threadIdx.x % 32 > 0) arrive(empty);
     __syncwarp();
     if (threadIdx.x % 32 > 0) return;
     // This wait never blocks: the stage was refilled only after all warps had read its previous contents. It orders the
     // uses of the barrier for compute-sanitizer's racecheck.
-    wait(left, phase ^ 1);
-    const unsigned missing = arrive_counting(left);
+    wait(empty, phase ^ 1);
+    const unsigned missing = arrive_counting(empty);
     i += p_.region.stages;
     if (crosses_seam() || missing > 1 || i >= items().count) return;
     // This wait does not block either. It orders the reads of the other warps before the refill.
-    wait(left, phase);
+    wait(empty, phase);
     fill(i, stage);
     fill_statistics(i, stage);
   }
@@ -227,14 +227,14 @@ class BoxLoads {
     for (int i = 0; i < min(p_.region.stages, items().count); ++i) call(i);
   }
 
-  CUTE_DEVICE std::uint32_t rows(std::uint32_t of_warp) const {
-    return stages_ - p_.region.shared.stages + p_.region.shared.rows + of_warp;
+  CUTE_DEVICE std::uint32_t rows(std::uint32_t warp_offset) const {
+    return stages_ - p_.region.shared.stages + p_.region.shared.rows + warp_offset;
   }
 
   /// Returns the tensor map of the array with index `box`. It is the map of the plan's batch entries, if they have
   /// separate maps, otherwise the map of the launch.
   CUTE_DEVICE const CUtensorMap& map_of(int box) const {
-    if constexpr (Items::kOfEntries) {
+    if constexpr (Items::kPerEntry) {
       if (items().maps >= 0) return p_.entry_maps[items().maps * kEntryMaps + box];
     }
     return p_.columns[box];
@@ -309,7 +309,7 @@ class BoxLoads {
 
   /// Returns the items. With per-entry layouts, they are kept in shared memory, to save registers.
   CUTE_DEVICE const Items& items() const {
-    if constexpr (Items::kOfEntries) {
+    if constexpr (Items::kPerEntry) {
       return state_.items;
     } else {
       return items_;
@@ -319,7 +319,7 @@ class BoxLoads {
   const CommonParams& p_;
   BoxState& state_;
   std::uint32_t stages_;
-  std::conditional_t<Items::kOfEntries, NoItems, Items> items_;
+  std::conditional_t<Items::kPerEntry, NoItems, Items> items_;
   std::conditional_t<kMayWrap, bool, NoItems> crosses_seam_;
 };
 

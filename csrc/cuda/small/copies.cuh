@@ -15,8 +15,8 @@ namespace natten_jax::small {
 struct Item {
   int batch;
   int head;
-  int of_query;  // batch * queries * heads + head: the item's first row in arrays with a row per query and head
-  int of_batch;  // batch * keys
+  int query_row;  // batch * queries * heads + head: the item's first row in arrays with a row per query and head
+  int first_key;  // batch * keys
 
   CUTE_DEVICE Item(const CommonParams& p, int number) {
     p.by_heads(batch, head, number);
@@ -25,12 +25,12 @@ struct Item {
   CUTE_DEVICE Item(const CommonParams& p, int batch, int head) : batch(batch), head(head) { find_rows(p); }
 
   CUTE_DEVICE void next(const CommonParams& p) {
-    ++of_query;
+    ++query_row;
     if (++head == p.heads) {
       head = 0;
       ++batch;
-      of_query += (p.queries - 1) * p.heads;
-      of_batch += p.keys;
+      query_row += (p.queries - 1) * p.heads;
+      first_key += p.keys;
       additional += p.additional_kv;
     }
   }
@@ -44,24 +44,24 @@ struct Item {
 
   /// Returns the head's relative bias.
   CUTE_DEVICE const float* table(const CommonParams& p) const {
-    return p.relative_bias + std::int64_t{p.is_table_of_all ? head : number(p)} * p.region.table_entries;
+    return p.relative_bias + std::int64_t{p.is_table_shared ? head : number(p)} * p.region.table_entries;
   }
 
   /// Returns the head's sink as passed by the caller, or -infinity without sinks.
   CUTE_DEVICE float sink(const ForwardParams& p) const {
-    return p.sinks == nullptr ? -INFINITY : __ldcg(p.sinks + (p.are_sinks_of_all ? head : number(p)));
+    return p.sinks == nullptr ? -INFINITY : __ldcg(p.sinks + (p.are_sinks_shared ? head : number(p)));
   }
 
   CUTE_DEVICE int head_kv(const CommonParams& p) const { return p.by_heads_per_kv.divide(head); }
 
   /// Returns the item's first row in arrays with a row per key and key/value head.
-  CUTE_DEVICE int of_key(const CommonParams& p) const { return of_batch * p.heads_kv + head_kv(p); }
-  CUTE_DEVICE int of_additional(const CommonParams& p) const { return additional * p.heads_kv + head_kv(p); }
+  CUTE_DEVICE int key_row(const CommonParams& p) const { return first_key * p.heads_kv + head_kv(p); }
+  CUTE_DEVICE int additional_row(const CommonParams& p) const { return additional * p.heads_kv + head_kv(p); }
 
  private:
   CUTE_DEVICE void find_rows(const CommonParams& p) {
-    of_query = batch * p.queries * p.heads + head;
-    of_batch = batch * p.keys;
+    query_row = batch * p.queries * p.heads + head;
+    first_key = batch * p.keys;
     additional = batch * p.additional_kv;
   }
 
@@ -80,21 +80,21 @@ CUTE_DEVICE Byte* row_of(Byte* array, int row, int width) {
 /// a column's chunks of both arrays, so that reads of both arrays use the same row address.
 template <int kHeadDim>
 struct ColumnCopy {
-  static constexpr int kChunks = kHeadDim / 4, kOfArray = kHeadDim / 8, kAtOnce = 4;
+  static constexpr int kChunks = kHeadDim / 4, kArrayChunks = kHeadDim / 8, kAtOnce = 4;
   int chunk, token_bytes, chunk_bytes;
   bool is_second;
 
   CUTE_DEVICE ColumnCopy(int heads, int first_width, int second_width)
-      : chunk(threadIdx.x % kChunks), is_second(chunk >= kOfArray) {
+      : chunk(threadIdx.x % kChunks), is_second(chunk >= kArrayChunks) {
     const int width = is_second ? second_width : first_width;
     token_bytes = heads * 2 * width;
-    chunk_bytes = chunk % kOfArray * 8 < width ? 16 : 0;
+    chunk_bytes = chunk % kArrayChunks * 8 < width ? 16 : 0;
   }
 
   /// Returns the address of the thread's chunk in the first row of its array. If the chunk lies past the head's width,
   /// the address is any valid one, because no bytes are copied from it.
   CUTE_DEVICE const char* source(const void* first, const void* second) const {
-    return static_cast<const char*>(is_second ? second : first) + (chunk_bytes == 0 ? 0 : chunk % kOfArray * 16);
+    return static_cast<const char*>(is_second ? second : first) + (chunk_bytes == 0 ? 0 : chunk % kArrayChunks * 16);
   }
 
   /// Starts to copy a region's columns of two arrays: `first` and `second` are the addresses of an item's first rows.
@@ -103,35 +103,35 @@ struct ColumnCopy {
     const std::uint32_t flip = (chunk & 7) << 4;
     stage += (chunk >> 3) * 128;
     const int step = blockDim.x / kChunks;
-    const int2* place = tables.places + threadIdx.x / kChunks;
+    const int2* offsets = tables.column_offsets + threadIdx.x / kChunks;
     const auto copy_columns = [&](auto count) {
       int2 column[count];
       CUTE_UNROLL
-      for (int i = 0; i < count; ++i) column[i] = place[i * step];
+      for (int i = 0; i < count; ++i) column[i] = offsets[i * step];
       CUTE_UNROLL
       for (int i = 0; i < count; ++i) {
         copy_chunk((stage + column[i].y) ^ flip, advance(source, column[i].x, token_bytes), chunk_bytes);
       }
-      place += count * step;
+      offsets += count * step;
     };
     int passes = tables.full_passes;
     CUTE_NO_UNROLL
     for (; passes >= kAtOnce; passes -= kAtOnce) copy_columns(std::integral_constant<int, kAtOnce>{});
     CUTE_NO_UNROLL
     for (; passes > 0; --passes) copy_columns(std::integral_constant<int, 1>{});
-    if (place < tables.places + tables.columns) copy_columns(std::integral_constant<int, 1>{});
+    if (offsets < tables.column_offsets + tables.columns) copy_columns(std::integral_constant<int, 1>{});
   }
 
   /// Starts to copy the keys and values that a region's queries see, and the additional keys and values.
   template <class Params>
   CUTE_DEVICE void keys(const Params& p, const Tables& tables, const Item& item, std::uint32_t stage) const {
-    const int of_key = item.of_key(p);
-    box(tables, row_of(p.key, of_key, p.head_dim), row_of(p.value, of_key, p.head_dim_v), stage);
+    const int key_row = item.key_row(p);
+    box(tables, row_of(p.key, key_row, p.head_dim), row_of(p.value, key_row, p.head_dim_v), stage);
     if (p.additional_kv == 0) return;
-    const int of_additional = item.of_additional(p);
+    const int additional_row = item.additional_row(p);
     sequence(p.additional_kv,
-             source(row_of(p.additional_keys, of_additional, p.head_dim),
-                    row_of(p.additional_values, of_additional, p.head_dim_v)),
+             source(row_of(p.additional_keys, additional_row, p.head_dim),
+                    row_of(p.additional_values, additional_row, p.head_dim_v)),
              stage + p.region.shared.additional);
   }
 
@@ -161,42 +161,42 @@ struct RowTile {
   static constexpr int kPasses = kRows * Tile::kChunks / 32, kStep = 32 / Tile::kChunks;  // kStep: rows per pass
 
   /// Starts to copy a tile's rows of one array into a buffer. `source` is the address of the item's first row, and
-  /// `places` is the warp's Tables::row_places.
-  CUTE_DEVICE static void copy(const int2* places, const void* source, int head_dim, std::uint32_t buffer) {
+  /// `row_indices` is the warp's Tables::row_indices.
+  CUTE_DEVICE static void copy(const int2* row_indices, const void* source, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
     const bool is_inside = chunk * 8 < head_dim;
     const char* from = static_cast<const char*>(source) + (is_inside ? chunk * 16 : 0);
     const std::uint32_t to = buffer + Tile::offset(row, chunk);
-    const Places of_passes(places, row);
+    const RowIndices indices(row_indices, row);
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      const int place = of_passes(i);
-      copy_chunk(Tile::later_row(to, i * kStep), advance(from, max(place, 0), head_dim * 2),
-                 is_inside && place >= 0 ? 16 : 0);
+      const int index = indices(i);
+      copy_chunk(Tile::later_row(to, i * kStep), advance(from, max(index, 0), head_dim * 2),
+                 is_inside && index >= 0 ? 16 : 0);
     }
   }
 
   /// Multiplies a warp's accumulators by `low` in the lane's first row and by `high` in its second row, rounds them,
   /// and stores them to global memory through a buffer in shared memory.
   template <class Element>
-  CUTE_DEVICE static void store(const float (&o)[kHeadDim / 8][4], float low, float high, const int2* places,
+  CUTE_DEVICE static void store(const float (&o)[kHeadDim / 8][4], float low, float high, const int2* row_indices,
                                 void* destination, int head_dim, std::uint32_t buffer) {
     const int lane = threadIdx.x % 32, chunk = lane % Tile::kChunks, row = lane / Tile::kChunks;
     __syncwarp();
     if constexpr (kStoresMatrices) {
-      const typename Tile::Lane own(buffer, lane % 16, lane / 16);
+      const typename Tile::Lane lane_address(buffer, lane % 16, lane / 16);
       CUTE_UNROLL
       for (int i = 0; i < kHeadDim / 8; i += 2) {
-        store_matrices(own.at(0, i),
+        store_matrices(lane_address.at(0, i),
                        {pack<Element>(o[i][0] * low, o[i][1] * low), pack<Element>(o[i][2] * high, o[i][3] * high),
                         pack<Element>(o[i + 1][0] * low, o[i + 1][1] * low),
                         pack<Element>(o[i + 1][2] * high, o[i + 1][3] * high)});
       }
     } else {
-      const typename Tile::Lane own(buffer, lane / 4, 0);
+      const typename Tile::Lane lane_address(buffer, lane / 4, 0);
       CUTE_UNROLL
       for (int i = 0; i < kHeadDim / 8; ++i) {
-        const std::uint32_t at = own.at(0, i) + lane % 4 * 4;
+        const std::uint32_t at = lane_address.at(0, i) + lane % 4 * 4;
         store_word(at, pack<Element>(o[i][0] * low, o[i][1] * low));
         store_word(at + 8 * Tile::kRowBytes, pack<Element>(o[i][2] * high, o[i][3] * high));
       }
@@ -204,28 +204,28 @@ struct RowTile {
     __syncwarp();
     if (chunk * 8 >= head_dim) return;
     const char* to = static_cast<const char*>(destination) + chunk * 16;
-    const Places of_passes(places, row);
+    const RowIndices indices(row_indices, row);
     const std::uint32_t from = buffer + Tile::offset(row, chunk);
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      const int place = of_passes(i);
+      const int index = indices(i);
       const uint4 words = load_chunk(Tile::later_row(from, i * kStep));
-      if (place >= 0) store_chunk(advance(to, place, head_dim * 2), words);
+      if (index >= 0) store_chunk(advance(to, index, head_dim * 2), words);
     }
   }
 
  private:
   /// Array indices of the rows that a lane copies, one row per pass. In the first pass, it copies row `row` of the
   /// tile.
-  struct Places {
-    int2 each[kPasses / 2];
+  struct RowIndices {
+    int2 pairs[kPasses / 2];
 
-    CUTE_DEVICE Places(const int2* places, int row) {
+    CUTE_DEVICE RowIndices(const int2* row_indices, int row) {
       CUTE_UNROLL
-      for (int i = 0; i < kPasses / 2; ++i) each[i] = places[row + i * kStep];
+      for (int i = 0; i < kPasses / 2; ++i) pairs[i] = row_indices[row + i * kStep];
     }
     CUTE_DEVICE int operator()(int pass) const {
-      const int2 both = each[pass % (kPasses / 2)];
+      const int2 both = pairs[pass % (kPasses / 2)];
       return pass < kPasses / 2 ? both.x : both.y;
     }
   };
@@ -241,7 +241,7 @@ CUTE_DEVICE void clear(char* begin, char* end) {
 
 /// The items of a CTA, which have consecutive indices.
 struct CtaItems {
-  static constexpr bool kOfEntries = false, kMayWrap = false, kIsPlain = false;
+  static constexpr bool kPerEntry = false, kMayWrap = false, kIsPlain = false;
 
   int first, count;
 
@@ -271,7 +271,7 @@ struct PlainItems : CtaItems {
 /// The items of one plan of a CTA, with per-entry layouts. Their numbers are consecutive when the CTA's batch entries
 /// are numbered as in `order`.
 struct EntryItems {
-  static constexpr bool kOfEntries = true, kMayWrap = false, kIsPlain = false;
+  static constexpr bool kPerEntry = true, kMayWrap = false, kIsPlain = false;
 
   int first, count;
   const std::uint8_t* order;  // the CTA's entries, sorted by plan
@@ -280,9 +280,9 @@ struct EntryItems {
   int maps;                   // the entry whose tensor maps all items use; negative: the launch's maps
 
   CUTE_DEVICE Item at(const CommonParams& p, int i) const {
-    int place, head;
-    p.by_heads(place, head, first + i);
-    return Item(p, first_entry + order[place], head);
+    int index, head;
+    p.by_heads(index, head, first + i);
+    return Item(p, first_entry + order[index], head);
   }
 
   /// Advances to the next item. The bit mask gives the next batch entry, because a lookup in `order` took 7% of a pass.

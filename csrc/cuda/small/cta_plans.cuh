@@ -9,7 +9,7 @@ namespace natten_jax::small {
 /// Calls `call(items, layout, is_first)` for each plan of a CTA. Without per-entry layouts, a CTA has a single plan.
 template <class Items, Owner kOwner, class Call>
 CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
-  if constexpr (Items::kOfEntries) {
+  if constexpr (Items::kPerEntry) {
     // The kernel that owns keys follows the kernel that owns queries, and may start while that kernel runs. It waits
     // only before it reads that kernel's results. It need not wait for its tensor maps, because they are made before
     // the tensor maps of the kernel that owns queries.

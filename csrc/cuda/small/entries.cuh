@@ -16,7 +16,7 @@ struct EntryState {
     int pieces_end;    // number of pieces in all groups whose first entry is the lane's entry or an earlier one
     int first_item;    // number of items in all earlier groups; valid for a group's first entry
     int items;         // number of items in the group
-    int of_piece;      // maximum number of items in a piece
+    int piece_items;   // maximum number of items in a piece
     int is_alike;      // the group's plan is the plan of the launch's layout
     unsigned entries;  // bit mask of the group's entries
   };
@@ -62,8 +62,8 @@ struct EntryRegion {
   CUTE_DEVICE static int rows_behind(const DeviceAxis& axis, int first_row, int rows, int columns) {
     // Lower bound of the number of columns that the box has before the region's first row.
     const int before = kRowsAreKeys && axis.is_causal() ? 0 : min(first_row, (axis.kernel_size - 1) / 2);
-    const int seen = kRowsAreKeys ? rows + max(axis.kernel_size, rows) : rows + (axis.kernel_size + 1) / 2;
-    return max(seen, columns - before) + 2 * (axis.stride - 1);
+    const int visible = kRowsAreKeys ? rows + max(axis.kernel_size, rows) : rows + (axis.kernel_size + 1) / 2;
+    return max(visible, columns - before) + 2 * (axis.stride - 1);
   }
 };
 
@@ -74,15 +74,15 @@ CUTE_DEVICE void load_layouts(const CommonParams& p, int first_entry, int entrie
   static_assert(kEntriesOfCta == 32);
   const int lane = threadIdx.x % 32;
   const std::int32_t* const layouts = p.layouts + first_entry * kNumbers;
-  int of_lane[kNumbers];
+  int loaded[kNumbers];
   CUTE_UNROLL
   for (int i = 0; i < kNumbers; ++i) {
-    if (lane + 32 * i < entries * kNumbers) of_lane[i] = load_written(layouts + lane + 32 * i);
+    if (lane + 32 * i < entries * kNumbers) loaded[i] = load_written(layouts + lane + 32 * i);
   }
   CUTE_UNROLL
   for (int i = 0; i < kNumbers; ++i) {
     const int number = lane + 32 * i;
-    if (number < entries * kNumbers) state.layout[number / kNumbers].numbers[number % kNumbers] = of_lane[i];
+    if (number < entries * kNumbers) state.layout[number / kNumbers].numbers[number % kNumbers] = loaded[i];
   }
   state.layout[lane].entry = first_entry + lane;
   __syncwarp();
@@ -123,18 +123,18 @@ CUTE_DEVICE void group_entries(const CommonParams& p, int first_entry, EntryStat
   // The pieces of a group have equal sizes, except the last one, which may be smaller. In a kernel that owns keys, a
   // piece includes all query heads that share a key/value head, because their gradients are added up.
   const int together = kRowsAreKeys ? p.by_heads_per_kv.divisor : 1,
-            of_piece = (items / together + pieces - 1) / max(pieces, 1) * together;
-  const int own = is_first ? pieces << kEntryBits | __popc(like) : 0;
-  int sum = own;
+            piece_items = (items / together + pieces - 1) / max(pieces, 1) * together;
+  const int counts = is_first ? pieces << kEntryBits | __popc(like) : 0;
+  int sum = counts;
   CUTE_UNROLL
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int of_lane = __shfl_up_sync(kAll, sum, distance);
-    if (lane >= distance) sum += of_lane;
+    const int lower_sum = __shfl_up_sync(kAll, sum, distance);
+    if (lane >= distance) sum += lower_sum;
   }
-  const int entries_before = (sum - own) & ((1 << kEntryBits) - 1);
-  state.group[lane] = {sum >> kEntryBits, entries_before * p.heads, items, of_piece, is_alike, like};
-  const int of_group = __shfl_sync(kAll, entries_before, max(__ffs(static_cast<int>(like)) - 1, 0));
-  if (has_rows) state.order[of_group + __popc(like & before)] = static_cast<std::uint8_t>(lane);
+  const int entries_before = (sum - counts) & ((1 << kEntryBits) - 1);
+  state.group[lane] = {sum >> kEntryBits, entries_before * p.heads, items, piece_items, is_alike, like};
+  const int group_begin = __shfl_sync(kAll, entries_before, max(__ffs(static_cast<int>(like)) - 1, 0));
+  if (has_rows) state.order[group_begin + __popc(like & before)] = static_cast<std::uint8_t>(lane);
 }
 
 /// Sets `items` to the items of piece `number`, and `layout` to the layout of their plan. Returns false if the piece
@@ -145,9 +145,9 @@ CUTE_DEVICE bool take_piece(const CommonParams& p, EntryState& state, int first_
   if (groups == 0) return false;
   const int first = __ffs(static_cast<int>(groups)) - 1;
   const EntryState::Group group = state.group[first];
-  const int begin = (number - (first > 0 ? state.group[first - 1].pieces_end : 0)) * group.of_piece;
+  const int begin = (number - (first > 0 ? state.group[first - 1].pieces_end : 0)) * group.piece_items;
   items.first = group.first_item + begin;
-  items.count = min(group.of_piece, group.items - begin);
+  items.count = min(group.piece_items, group.items - begin);
   items.first_entry = first_entry;
   items.order = state.order;
   items.entries = group.entries;

@@ -74,8 +74,8 @@ enum class Kernel { kForward, kQueryGradient, kKeyValueGradient, kWholeGradient 
 /// costs little with per-entry layouts: boxes then have one stage, so that the kernel has to wait for the next columns
 /// anyway. Without a separate buffer for results, two CTAs fit on an SM for 7 x 7 windows and heads of 64: one computes
 /// while the other plans or waits.
-constexpr bool has_results_in_rows(Kernel kernel, bool of_entries) {
-  return kernel == Kernel::kForward && of_entries;
+constexpr bool has_results_in_rows(Kernel kernel, bool per_entry) {
+  return kernel == Kernel::kForward && per_entry;
 }
 
 /// Returns the number of boxes in a stage, not counting the box of statistics. The kernel of whole layouts has the

@@ -62,7 +62,7 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
       const int e = i % 4;
-      if (hiding(masks_of_group(pair.masks[0], i / 4), e) == 0.f)
+      if (additive_mask(masks_of_group(pair.masks[0], i / 4), e) == 0.f)
         largest[e / 2] = fmaxf(largest[e / 2], x[0][i / 4][e]);
     }
   });
@@ -78,7 +78,7 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
       float& logit = x[0][i / 4][i % 4];
       // Select zero, instead of adding a large negative number to the exponent: logits of hidden (masked out) keys may
       // be infinite or NaN.
-      const bool is_hidden = hiding(masks_of_group(pair.masks[0], i / 4), i % 4) != 0.f;
+      const bool is_hidden = additive_mask(masks_of_group(pair.masks[0], i / 4), i % 4) != 0.f;
       logit = is_hidden ? 0.f : fast_exp2((logit - largest[i % 4 / 2]) * factor);
     }
     add_pairs<Element, kHeadDim>(result, x, pair);
@@ -89,7 +89,7 @@ CUTE_DEVICE void compute_exactly(TileOutput<kHeadDim>& result, const Queries& qu
 
 template <class Element, int kHeadDim, bool kHasBoxes, Terms kTerms, Feature kFeature, class Items>
 CUTE_DEVICE void attend(const ForwardParams& p) {
-  constexpr bool kHasTerms = kTerms == Terms::kOfHeads, kHasBias = kFeature == Feature::kRelativeBias,
+  constexpr bool kHasTerms = kTerms == Terms::kPerHead, kHasBias = kFeature == Feature::kRelativeBias,
                  kHasKeyBias = kFeature == Feature::kKeyBias;
   using Sums = TrustedSums<Element>;
   using Rows = RowTile<kHeadDim>;
@@ -104,7 +104,7 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
   const std::uint32_t staging = FormLoads::kHasResultsInRows ? 0 : p.region.warps * Rows::kBytes;
 
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
-    Rows::copy(tables.row_places, row_of(p.query, item.of_query, head_dims.of_keys), head_dims.of_keys, rows);
+    Rows::copy(tables.row_indices, row_of(p.query, item.query_row, head_dims.key), head_dims.key, rows);
   };
   const ColumnCopies<kHeadDim, kHasBoxes> copy(p.heads_kv, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
@@ -123,8 +123,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
     if constexpr (kHasTerms && !Sums::kHasReference) {
       // A sink is an additional weight. All lanes must call sink(), because it shuffles: if some lanes skipped the
       // call, the warp would deadlock.
-      const float of_sink = fast_exp2(terms.sink() * kLog2E);
-      result.sum[0] = result.sum[1] = lane % 4 == 0 ? of_sink : 0.f;
+      const float sink_weight = fast_exp2(terms.sink() * kLog2E);
+      result.sum[0] = result.sum[1] = lane % 4 == 0 ? sink_weight : 0.f;
     }
     if constexpr (Sums::kHasReference) {
       if (tile.pairs > 0) {
@@ -154,17 +154,17 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
         const int pair = i / 8, group = i / 4 % 2, e = i % 4;
         float& logit = x[pair][group][e];
         if constexpr (Sums::kHasReference) logit -= result.shift[e / 2];
-        logit = fast_exp2(fmaf(logit, factor, hiding(masks_of_group(pairs.masks[pair], group), e)));
+        logit = fast_exp2(fmaf(logit, factor, additive_mask(masks_of_group(pairs.masks[pair], group), e)));
       }
       add_pairs<Element, kHeadDim>(result, x, pairs);
     });
-    const int2 places = tables.row_places[lane / 4];
+    const int2 indices = tables.row_indices[lane / 4];
     float sums[2] = {sum_of_row(result.sum[0]), sum_of_row(result.sum[1])};
     bool is_trusted = true;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int is_sum = is_sum_trusted<Element>(sums[r], result.shift[r], factor);
-      is_trusted &= (is_sum | static_cast<int>((r == 0 ? places.x : places.y) < 0)) != 0;
+      is_trusted &= (is_sum | static_cast<int>((r == 0 ? indices.x : indices.y) < 0)) != 0;
     }
     // Sink that still has to be added to the sums; -infinity if they include it. In float16, it is added after the
     // check above: sums that include the sink would hide a loss of digits in the weights.
@@ -178,36 +178,35 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       if constexpr (kHasTerms) sink = terms.sink();
     }
     phases.columns_are_read();
-    key_bias.leave(item);
+    key_bias.release(item);
     // Four lanes share two rows. The first of these lanes writes the logsumexp of the first row, and the second lane
     // writes the logsumexp of the second row.
     const bool is_second = lane % 2 != 0;
-    const int place = is_second ? places.y : places.x;
+    const int index = is_second ? indices.y : indices.x;
     bool has_sink = sink != -INFINITY;
-    if (Sums::kHasReference && has_sink && add_sink_to_sums(sums, result.shift, sink, factor, {places.x, places.y})) {
+    if (Sums::kHasReference && has_sink && add_sink_to_sums(sums, result.shift, sink, factor, {indices.x, indices.y})) {
       has_sink = false;
     }
-    float of_row[2] = {normalisation(sums[0]), normalisation(sums[1])};
+    float row_factors[2] = {normalisation(sums[0]), normalisation(sums[1])};
     Logsumexp logsumexp =
         logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? result.shift[1] : result.shift[0], factor);
     if (has_sink) {
       const float share_of_keys = add_sink(logsumexp, added_logit(sink));
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) of_row[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
+      for (int r = 0; r < 2; ++r) row_factors[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
     }
-    if (lane % 4 < 2 && place >= 0) {
-      const int at = item.of_query + place;
+    if (lane % 4 < 2 && index >= 0) {
+      const int at = item.query_row + index;
       p.logsumexp[at] = logsumexp.value;
       if (p.remainder != nullptr) p.remainder[at] = pack_remainder(logsumexp.remainder);
     }
-    Rows::template store<Element>(result.o, of_row[0], of_row[1], tables.row_places,
-                                  row_of(p.out, item.of_query, head_dims.of_values), head_dims.of_values,
-                                  rows + staging);
+    Rows::template store<Element>(result.o, row_factors[0], row_factors[1], tables.row_indices,
+                                  row_of(p.out, item.query_row, head_dims.value), head_dims.value, rows + staging);
     phases.results_are_written();
   };
   for_plans<Items, Owner::kQueries>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
-    HeadTerms<kHasTerms, kHasBoxes && !Items::kOfEntries && !Items::kMayWrap, Items> terms(
+    HeadTerms<kHasTerms, kHasBoxes && !Items::kPerEntry && !Items::kMayWrap, Items> terms(
         p, items);  // its loads overlap with make_plan
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, Owner::kQueries, kHasBoxes, kFeature>(p, raw, tables, tile, loads, load_first_rows,

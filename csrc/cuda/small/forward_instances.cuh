@@ -14,7 +14,7 @@ cudaError_t find_box_kernels(bool& result) {
   cudaFuncAttributes attributes{};
   const cudaError_t error =
       cudaFuncGetAttributes(&attributes, natten_jax_small_forward<ElementOf<kType>, kHeadDims[0], kHasBoxes,
-                                                                  Terms::kOfHeads, kFeature, typename Traits::Items>);
+                                                                  Terms::kPerHead, kFeature, typename Traits::Items>);
   result = attributes.ptxVersion >= 90;
   return error;
 }
@@ -25,23 +25,23 @@ cudaError_t launch_forward(int head_dim, const ForwardParams& params, const Laun
   return launch_loading<kFeature>(head_dim, params, shape, [&](auto width, auto has_boxes) {
     using Element = ElementOf<kType>;
     using Traits = FeatureTraits<kFeature>;
-    const bool has_terms = params.has_terms_of_heads();
+    const bool has_terms = params.has_head_terms();
     using Items = typename Traits::Items;
-    using ItemsOfPlain = typename Traits::template ItemsOfPlain<width>;
+    using PlainForwardItems = typename Traits::template PlainForwardItems<width>;
     if constexpr (kFeature == Feature::kNone) {
       if (params.layouts != nullptr) {
-        return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, EntryItems>;
+        return natten_jax_small_forward<Element, width, has_boxes, Terms::kPerHead, kFeature, EntryItems>;
       }
       if (params.is_plain && has_terms) {
-        return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, ItemsOfPlain>;
+        return natten_jax_small_forward<Element, width, has_boxes, Terms::kPerHead, kFeature, PlainForwardItems>;
       }
     }
-    if (!has_terms && (params.is_plain || !ItemsOfPlain::kIsPlain)) {
-      return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfAll, kFeature, ItemsOfPlain>;
+    if (!has_terms && (params.is_plain || !PlainForwardItems::kIsPlain)) {
+      return natten_jax_small_forward<Element, width, has_boxes, Terms::kShared, kFeature, PlainForwardItems>;
     }
     // Problems that are not plain use the kernel for per-head terms even without such terms, to limit the number of
     // compiled kernels.
-    return natten_jax_small_forward<Element, width, has_boxes, Terms::kOfHeads, kFeature, Items>;
+    return natten_jax_small_forward<Element, width, has_boxes, Terms::kPerHead, kFeature, Items>;
   });
 }
 template cudaError_t launch_forward<ElementType::NATTEN_JAX_INSTANCE, Feature::NATTEN_JAX_FEATURE>(int,

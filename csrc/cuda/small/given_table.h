@@ -14,22 +14,22 @@ namespace natten_jax::small {
 
 struct GivenTable {
   const float* tables;          // [1 or batch, heads, offsets]
-  bool is_of_entry;             // each batch entry has a separate table
+  bool is_per_entry;            // each batch entry has a separate table
   int offsets;                  // per table
   int offsets_of_line;          // offsets along the last dimension
   cutlass::FastDivmod by_line;  // divides by the entries of a line of a kernel's table, with padding
 
   /// Returns the caller's table of a head and batch entry; `number` is entry * heads + head.
-  NATTEN_JAX_HOST_DEVICE const float* of(std::int64_t number, int head) const {
-    return tables + (is_of_entry ? number : head) * offsets;
+  NATTEN_JAX_HOST_DEVICE const float* head_table(std::int64_t number, int head) const {
+    return tables + (is_per_entry ? number : head) * offsets;
   }
 
   /// Returns the index in the caller's table of entry `entry` of a kernel's table; negative for padding.
   NATTEN_JAX_HOST_DEVICE int offset_of(int entry) const {
-    int line, place;
-    by_line(line, place, entry);
-    const int offset = line * offsets_of_line + place;
-    return place < offsets_of_line && offset < offsets ? offset : -1;
+    int line, index;
+    by_line(line, index, entry);
+    const int offset = line * offsets_of_line + index;
+    return index < offsets_of_line && offset < offsets ? offset : -1;
   }
 
   /// Converts a bias to a term that is added to unscaled products.

@@ -10,7 +10,7 @@ namespace natten_jax::small {
 /// Consecutive batch entries of a head; a single batch entry if entries have separate tables or scales. CTAs that run
 /// concurrently process neighboring heads of the same batch entries, because these heads share cache lines.
 struct HeadItems {
-  static constexpr bool kOfEntries = false, kMayWrap = false, kIsPlain = false;
+  static constexpr bool kPerEntry = false, kMayWrap = false, kIsPlain = false;
 
   int head, piece, first, count;
 
@@ -26,8 +26,8 @@ struct HeadItems {
 
   /// Returns the index of the CTA's table of sums in global memory. The tables that are added up for one gradient are
   /// consecutive.
-  CUTE_DEVICE std::int64_t place_of_sum(const WholeBiasParams& p) const {
-    if (p.given.is_of_entry) return at(p, 0).number(p) * p.region.count + blockIdx.x;
+  CUTE_DEVICE std::int64_t sum_index(const WholeBiasParams& p) const {
+    if (p.given.is_per_entry) return at(p, 0).number(p) * p.region.count + blockIdx.x;
     return (std::int64_t{head} * p.pieces + piece) * p.region.count + blockIdx.x;
   }
 };
@@ -42,7 +42,7 @@ class HeadTable {
   /// Starts to copy the first item's table. All threads have to call this function and `finish`, and to synchronize
   /// afterwards.
   CUTE_DEVICE void start(const Item& first) const {
-    const float* from = p_.given.of(first.number(p_), first.head);
+    const float* from = p_.given.head_table(first.number(p_), first.head);
     CUTE_NO_UNROLL
     for (int i = threadIdx.x; i < words(); i += blockDim.x) {
       const int offset = offset_of(i);

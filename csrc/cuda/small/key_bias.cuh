@@ -18,7 +18,7 @@ class ColumnKeyBias {
       : p_(p), tables_(tables), tile_(tile) {
     if constexpr (kAreThere) {
       // Additional tokens and the padding of the last pair have no bias.
-      for (int i = tile.pairs * 2 * kColumns + lane(); i < p.region.table * 2 * kColumns; i += 32) {
+      for (int i = tile.pairs * 2 * kColumns + lane(); i < p.region.table_capacity * 2 * kColumns; i += 32) {
         store_word(slots() + 4 * i, 0);
       }
       load(first);
@@ -46,14 +46,14 @@ class ColumnKeyBias {
 
   /// Must be called after the warp's last read of an item's biases. Starts to load the next item's biases if they or
   /// the next item's scale may differ.
-  CUTE_DEVICE void leave(const Item& item) {
+  CUTE_DEVICE void release(const Item& item) {
     if constexpr (kAreThere) {
       __syncwarp();
       CUTE_UNROLL
       for (float& bias : held_) bias = 0.f;  // otherwise registers would still hold the previous item's biases
       Item next = item;
       next.next(p_);
-      is_new_ = !p_.key_bias.is_of_all_heads || p_.scale.heads != nullptr || next.batch != item.batch;
+      is_new_ = !p_.key_bias.is_shared_by_heads || p_.scale.heads != nullptr || next.batch != item.batch;
       if (is_new_ && next.number(p_) < p_.items) load(next);
     }
   }
@@ -77,11 +77,11 @@ class ColumnKeyBias {
 
   /// Starts to load an item's biases.
   CUTE_DEVICE void load(const Item& item) {
-    const bool is_of_all = p_.key_bias.is_of_all_heads;
-    const int pitch = is_of_all ? kWord : kWord * p_.heads;
-    const char* const from = advance(reinterpret_cast<const char*>(p_.key_bias.of_keys), item.of_batch, pitch) +
-                             (is_of_all ? 0 : kWord * item.head);
-    const auto of_pair = [&](int pair) {
+    const bool is_shared = p_.key_bias.is_shared_by_heads;
+    const int pitch = is_shared ? kWord : kWord * p_.heads;
+    const char* const from = advance(reinterpret_cast<const char*>(p_.key_bias.biases), item.first_key, pitch) +
+                             (is_shared ? 0 : kWord * item.head);
+    const auto bias_address = [&](int pair) {
       // Keys outside of the layout are hidden (masked out), so that any valid address will do.
       const int key = tile_.key + static_cast<int>(tables_.entries[pair]);
       return reinterpret_cast<const float*>(advance(from, min(max(key, 0), p_.keys - 1), pitch));
@@ -89,11 +89,11 @@ class ColumnKeyBias {
     CUTE_UNROLL
     for (int i = 0; i < kHeld; ++i) {
       const int pair = pair_of(i);
-      if (pair < tile_.pairs) held_[i] = *of_pair(pair);
+      if (pair < tile_.pairs) held_[i] = *bias_address(pair);
     }
     if (tile_.pairs <= kHeldPairs) return;
     for (int pair = pair_of(kHeld); pair < tile_.pairs; pair += 2) {
-      copy_word_async(slot_of(pair), of_pair(pair), true);
+      copy_word_async(slot_of(pair), bias_address(pair), true);
     }
     commit_copies();
   }
@@ -109,15 +109,15 @@ class ColumnKeyBias {
 template <bool kAreThere>
 class RowKeyBias {
  public:
-  CUTE_DEVICE RowKeyBias(const CommonParams& p, const int2* row_places) : p_(p), row_places_(row_places) {}
+  CUTE_DEVICE RowKeyBias(const CommonParams& p, const int2* row_indices) : p_(p), row_indices_(row_indices) {}
 
   /// Starts to load an item's biases.
   CUTE_DEVICE void load(const Item& item) {
     if constexpr (kAreThere) {
-      for_rows([&](int r, int place) {
-        const float* const from = p_.key_bias.of_keys;
-        loaded_[r] = p_.key_bias.is_of_all_heads ? from[item.of_batch + p_.key_bias.by_heads_kv.divide(place)]
-                                                 : from[of_head(item, place)];
+      for_rows([&](int r, int index) {
+        const float* const from = p_.key_bias.biases;
+        loaded_[r] = p_.key_bias.is_shared_by_heads ? from[item.first_key + p_.key_bias.by_heads_kv.divide(index)]
+                                                    : from[head_index(item, index)];
       });
     }
   }
@@ -142,30 +142,30 @@ class RowKeyBias {
   CUTE_DEVICE void store(const Item& item, const float (&sums)[4]) const {
     if constexpr (kAreThere) {
       if (threadIdx.x % 4 > 0) return;
-      for_rows([&](int r, int place) { p_.key_bias.gradient[of_head(item, place)] = sums[2 * r]; });
+      for_rows([&](int r, int index) { p_.key_bias.gradient[head_index(item, index)] = sums[2 * r]; });
     }
   }
 
  private:
-  /// Calls `call(r, place)` for each of the lane's two rows that is inside the layout.
+  /// Calls `call(r, index)` for each of the lane's two rows that is inside the layout.
   template <class Call>
   CUTE_DEVICE void for_rows(const Call& call) const {
-    const int2 places = row_places_[threadIdx.x % 32 / 4];
+    const int2 indices = row_indices_[threadIdx.x % 32 / 4];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int place = r == 0 ? places.x : places.y;
-      if (place >= 0) call(r, place);
+      const int index = r == 0 ? indices.x : indices.y;
+      if (index >= 0) call(r, index);
     }
   }
 
-  /// Returns the index for a key and the item's query head in an array [batch, keys, heads]. `place` is the key's index
+  /// Returns the index for a key and the item's query head in an array [batch, keys, heads]. `index` is the key's index
   /// in a batch entry's array [keys, heads_kv], for the first key/value head.
-  CUTE_DEVICE std::int64_t of_head(const Item& item, int place) const {
-    return std::int64_t{item.of_batch} * p_.heads + std::int64_t{place} * p_.by_heads_per_kv.divisor + item.head;
+  CUTE_DEVICE std::int64_t head_index(const Item& item, int index) const {
+    return std::int64_t{item.first_key} * p_.heads + std::int64_t{index} * p_.by_heads_per_kv.divisor + item.head;
   }
 
   const CommonParams& p_;
-  const int2* row_places_;
+  const int2* row_indices_;
   float loaded_[2] = {};
 };
 

@@ -72,7 +72,7 @@ Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], 
   SinksParams& sinks = p.sinks;
   sinks.sinks = arrays.sinks;
   sinks.parts = scratch.sinks;
-  sinks.are_of_all = arrays.batch_of_sinks == 1;
+  sinks.are_shared = arrays.batch_of_sinks == 1;
   sinks.tiles = static_cast<int>(tiles);
   sinks.count = static_cast<int>(arrays.batch_of_sinks * problem.heads);
   const std::int64_t parts = problem.batch / arrays.batch_of_sinks * tiles;
@@ -87,10 +87,10 @@ Status prepare_sinks(const Problem& problem, const std::int64_t (&tile)[kRank], 
 /// Args:
 ///   sinks: set to the partial gradients of sinks that the caller has to add up; stays empty without sinks, or if the
 ///     launched kernels add them up.
-///   is_of_statistics: set to true if the caller has to compute the whole gradient of sinks from the statistics of
+///   uses_statistics: set to true if the caller has to compute the whole gradient of sinks from the statistics of
 ///     queries.
 Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,
-                     const Device& device, cudaStream_t stream, SinksParams& sinks, bool& is_of_statistics) {
+                     const Device& device, cudaStream_t stream, SinksParams& sinks, bool& uses_statistics) {
   BackwardParams p{};
   fill_arrays(arrays, p);
   p.out_cotangent = arrays.out_cotangent;
@@ -100,7 +100,7 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   p.key_gradient = arrays.key_gradient;
   p.value_gradient = arrays.value_gradient;
   const int head_dim = compiled_head_dim(problem);
-  BackwardParams of_keys = p;
+  BackwardParams key_params = p;
   WholeBiasParams whole{};
   static_cast<BackwardParams&>(whole) = p;
   LaunchShape shape{}, shape_of_keys{}, shape_of_whole{};
@@ -109,10 +109,11 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   NATTEN_JAX_RETURN_IF_FAILED(
       prepare_regions(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, arrays, device, stream, p, shape));
   NATTEN_JAX_RETURN_IF_FAILED(prepare_regions(without_additional(problem), tiles.kv, tiles.query,
-                                              Kernel::kKeyValueGradient, arrays, device, stream, of_keys,
+                                              Kernel::kKeyValueGradient, arrays, device, stream, key_params,
                                               shape_of_keys));
   GradientRings rings{};
-  NATTEN_JAX_RETURN_IF_FAILED(find_gradient_rings(problem, tiles, places_of(arrays), device, of_keys.region, rings));
+  NATTEN_JAX_RETURN_IF_FAILED(
+      find_gradient_rings(problem, tiles, coverage_of(arrays), device, key_params.region, rings));
   TableParams table{};
   LaunchShape shape_of_table{};
   LastSumsParams last{};
@@ -120,7 +121,7 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   bool is_whole = !prepare_regions(problem, tiles.kv, tiles.query, Kernel::kWholeGradient, arrays, device, stream,
                                    whole, shape_of_whole)
                        .failed() &&
-                  whole.region.nanoseconds <= p.region.nanoseconds + of_keys.region.nanoseconds;
+                  whole.region.nanoseconds <= p.region.nanoseconds + key_params.region.nanoseconds;
   if (is_whole && problem.has_relative_bias) {
     is_whole = prepare_whole_bias(problem, tiles, arrays, scratch, whole, shape_of_whole, last);
   }
@@ -136,14 +137,14 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   }
   NATTEN_JAX_RETURN_IF_FAILED(prepare_table(problem, tiles, arrays, scratch, stream, p, table, shape_of_table, last));
   NATTEN_JAX_RETURN_IF_FAILED(make_products(problem, tiles.kv, tiles.query, arrays, scratch.table_products, stream, p));
-  of_keys.relative_bias = p.relative_bias;
-  of_keys.is_table_of_all = p.is_table_of_all;
+  key_params.relative_bias = p.relative_bias;
+  key_params.is_table_shared = p.is_table_shared;
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
-  NATTEN_JAX_RETURN_IF_FAILED(encode_queries(problem, p, of_keys));
+  NATTEN_JAX_RETURN_IF_FAILED(encode_queries(problem, p, key_params));
   CUtensorMap* const maps_of_queries = scratch.entry_maps + (arrays.layouts ? problem.batch * kEntryMaps : 0);
-  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps(problem, true, maps_of_queries, stream, of_keys));
+  NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps(problem, true, maps_of_queries, stream, key_params));
   NATTEN_JAX_RETURN_IF_FAILED(
-      make_entry_maps(problem, false, scratch.entry_maps, stream, p, of_keys.entry_maps != nullptr));
+      make_entry_maps(problem, false, scratch.entry_maps, stream, p, key_params.entry_maps != nullptr));
   shape.overlaps = p.entry_maps != nullptr;
   AdditionalParams additional{};
   int additional_ctas = 0;
@@ -153,21 +154,22 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   if (arrays.layouts != nullptr) {
     NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_gradients(
         problem, arrays, true, stream, p.entry_maps != nullptr ? FillTime::kBetween : FillTime::kAfter)));
-    is_of_statistics = true;
+    uses_statistics = true;
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(prepare_sinks(problem, tiles.kv, arrays, scratch, p));
     // Kernels with a ring (ring_shape.h) neither write partial gradients of sinks nor add them up.
-    if (has_ring(rings.of_queries)) {
-      is_of_statistics = true;
-    } else if (has_ring(rings.of_keys)) {
+    if (has_ring(rings.query_gradient)) {
+      uses_statistics = true;
+    } else if (has_ring(rings.key_value_gradient)) {
       sinks = p.sinks;
     } else {
-      of_keys.sinks = p.sinks;
-      of_keys.sinks.gradient = arrays.sinks_gradient;
+      key_params.sinks = p.sinks;
+      key_params.sinks.gradient = arrays.sinks_gradient;
     }
   }
-  if (has_ring(rings.of_queries)) {
-    NATTEN_JAX_RETURN_IF_FAILED(run_ring_query_gradient(problem, rings.of_queries, arrays, scratch.statistics, stream));
+  if (has_ring(rings.query_gradient)) {
+    NATTEN_JAX_RETURN_IF_FAILED(
+        run_ring_query_gradient(problem, rings.query_gradient, arrays, scratch.statistics, stream));
     shape_of_keys.overlaps = false;  // kernels with a ring do not allow the next kernel to start early
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(with_kernels(
@@ -178,15 +180,15 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
     NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_table_gradient(table, shape_of_table)));
     return status_of(launch_last_sums(last, tables, stream));
   };
-  if (has_ring(rings.of_keys)) {
+  if (has_ring(rings.key_value_gradient)) {
     // Add up the records for the gradient of the relative bias before the launch of the kernel with a ring, while some
     // of them are in L2. A launch in between is possible because the kernel with a ring does not start early (PDL).
     NATTEN_JAX_RETURN_IF_FAILED(add_up_table());
     NATTEN_JAX_RETURN_IF_FAILED(
-        run_ring_key_value_gradient(problem, rings.of_keys, arrays, scratch.statistics, stream));
+        run_ring_key_value_gradient(problem, rings.key_value_gradient, arrays, scratch.statistics, stream));
   } else {
     NATTEN_JAX_RETURN_IF_FAILED(with_kernels(problem, [&](auto type, auto feature) {
-      return launch_key_value_gradient<type, feature>(head_dim, of_keys, shape_of_keys);
+      return launch_key_value_gradient<type, feature>(head_dim, key_params, shape_of_keys);
     }));
     NATTEN_JAX_RETURN_IF_FAILED(add_up_table());
   }
@@ -218,7 +220,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   Device device{};
   NATTEN_JAX_RETURN_IF_FAILED(read_device(arrays, device));
   RingShape ring{};
-  NATTEN_JAX_RETURN_IF_FAILED(find_forward_ring(problem, tiles, places_of(arrays), device, ring));
+  NATTEN_JAX_RETURN_IF_FAILED(find_forward_ring(problem, tiles, coverage_of(arrays), device, ring));
   if (has_ring(ring)) return run_ring_forward(problem, ring, arrays, stream);
   ForwardParams p{};
   LaunchShape shape{};
@@ -226,7 +228,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
       prepare_regions(problem, tiles.query, tiles.kv, Kernel::kForward, arrays, device, stream, p, shape));
   fill_arrays(arrays, p);
   p.sinks = arrays.sinks;
-  p.are_sinks_of_all = arrays.batch_of_sinks == 1;
+  p.are_sinks_shared = arrays.batch_of_sinks == 1;
   NATTEN_JAX_RETURN_IF_FAILED(encode_keys(problem, p.key, p.value, p));
   NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps(problem, false, entry_maps, stream, p));
   NATTEN_JAX_RETURN_IF_FAILED(make_products(problem, tiles.query, tiles.kv, arrays, table_products, stream, p));
@@ -244,10 +246,10 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   Device device{};
   NATTEN_JAX_RETURN_IF_FAILED(read_device(arrays, device));
   SinksParams sinks{};
-  bool is_of_statistics = false;
-  NATTEN_JAX_RETURN_IF_FAILED(run_gradients(problem, tiles, arrays, scratch, device, stream, sinks, is_of_statistics));
+  bool uses_statistics = false;
+  NATTEN_JAX_RETURN_IF_FAILED(run_gradients(problem, tiles, arrays, scratch, device, stream, sinks, uses_statistics));
   if (arrays.sinks == nullptr) return {};
-  if (is_of_statistics) return run_sinks_gradient(problem, arrays, scratch.statistics, scratch.sinks, stream);
+  if (uses_statistics) return run_sinks_gradient(problem, arrays, scratch.statistics, scratch.sinks, stream);
   if (sinks.parts == nullptr) return {};
   sinks.gradient = arrays.sinks_gradient;
   return status_of(launch_sums_of_sinks(sinks, device.has_boxes, stream));

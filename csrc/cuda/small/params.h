@@ -18,8 +18,8 @@ constexpr int kEntryMaps = 3;
 
 /// Key biases.
 struct KeyBiasParams {
-  const float* of_keys;             // [batch, keys, heads], or null
-  bool is_of_all_heads;             // one bias per key, shared by all heads: [batch, keys]
+  const float* biases;              // [batch, keys, heads], or null
+  bool is_shared_by_heads;          // one bias per key, shared by all heads: [batch, keys]
   cutlass::FastDivmod by_heads_kv;  // divides row indices of keys by heads_kv
   float* gradient;                  // [batch, keys, heads]
 };
@@ -62,7 +62,7 @@ struct CommonParams {
   // Relative bias, in terms that are added to products of queries and keys: [1 or batch, heads, table_entries]; or
   // null.
   const float* relative_bias;
-  bool is_table_of_all;  // one table for all batch entries
+  bool is_table_shared;  // one table for all batch entries
   KeyBiasParams key_bias;
   int tile_pitch[kRank];  // difference between the numbers (TilePlan::number) of neighboring tiles along a dimension
   SeamRegions seam_regions[kRank];
@@ -84,10 +84,10 @@ struct ForwardParams : CommonParams {
   float* logsumexp;
   float* remainder;       // remainder of the logsumexp, or null
   const float* sinks;     // [1 or batch, heads]: an extra logit per head in the softmax denominator; or null
-  bool are_sinks_of_all;  // one set of sinks for all batch entries
+  bool are_sinks_shared;  // one set of sinks for all batch entries
 
   /// True with per-head scales or sinks.
-  CUTLASS_HOST_DEVICE bool has_terms_of_heads() const { return scale.heads != nullptr || sinks != nullptr; }
+  CUTLASS_HOST_DEVICE bool has_head_terms() const { return scale.heads != nullptr || sinks != nullptr; }
 };
 
 /// The box of offsets that a tile's record covers (RecordLayout). Dimensions are in the problem's order.
@@ -102,16 +102,16 @@ struct TableBox {
     return entry == 0;
   }
 
-  /// True if a tile's record contains `offset`. The record begins at `least_offset`. Sets `place` to the index of
+  /// True if a tile's record contains `offset`. The record begins at `least_offset`. Sets `index` to the index of
   /// `offset` in the record.
-  CUTLASS_HOST_DEVICE bool find(const int (&offset)[kRank], const int* least_offset, int& place) const {
+  CUTLASS_HOST_DEVICE bool find(const int (&offset)[kRank], const int* least_offset, int& index) const {
     bool is_there = true;
-    place = 0;
+    index = 0;
     CUTLASS_PRAGMA_UNROLL
     for (int d = 0; d < kRank; ++d) {
       const int behind = offset[d] - least_offset[d];
       is_there &= behind >= 0 && behind < extent[d];
-      place += behind * pitch[d];
+      index += behind * pitch[d];
     }
     return is_there;
   }
@@ -124,7 +124,7 @@ struct SinksParams {
                  // parts
   std::int64_t next_sink;  // distance in floats between the parts of two sinks; a multiple of 16 bytes
   float* gradient;         // [1 or batch, heads]; null if another kernel adds the parts up
-  bool are_of_all;         // one set of sinks for all batch entries
+  bool are_shared;         // one set of sinks for all batch entries
   int tiles;               // query tiles per item: one for each warp of each region
   int count;               // number of sinks
   int parts_of_sink;
@@ -150,10 +150,10 @@ struct BackwardParams : CommonParams {
   SinksParams sinks;
 
   /// True with per-head scales, or if the kernels that own queries write parts of the gradient of sinks.
-  CUTLASS_HOST_DEVICE bool has_terms_of_heads() const { return scale.heads != nullptr || sinks.parts != nullptr; }
+  CUTLASS_HOST_DEVICE bool has_head_terms() const { return scale.heads != nullptr || sinks.parts != nullptr; }
 
   // For a relative bias: the records of tiles, each followed by its header (bias_table.h), [batch, heads, tiles, record
-  // and header]. The kernel of whole layouts instead writes a table of sums per CTA (HeadItems::place_of_sum).
+  // and header]. The kernel of whole layouts instead writes a table of sums per CTA (HeadItems::sum_index).
   float* table_records;
   int table_tiles;
   TableBox table_box;

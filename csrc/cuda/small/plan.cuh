@@ -29,10 +29,10 @@ struct ColumnRows {
 /// Head widths of arrays in global memory. If TMA loads columns, both equal the compiled width.
 template <int kHeadDim, bool kHasBoxes>
 struct HeadDims {
-  int of_keys, of_values;
+  int key, value;
 
   CUTE_DEVICE explicit HeadDims(const CommonParams& p)
-      : of_keys(kHasBoxes ? kHeadDim : p.head_dim), of_values(kHasBoxes ? kHeadDim : p.head_dim_v) {}
+      : key(kHasBoxes ? kHeadDim : p.head_dim), value(kHasBoxes ? kHeadDim : p.head_dim_v) {}
 };
 
 /// Byte offsets at which a lane reads the first array with ldmatrix, relative to the offset of a pair of groups.
@@ -75,21 +75,21 @@ struct TilePlan {
   int key;
 };
 
-/// Returns the index of a tile's row in Tables::row_places, where rows i and i + 8 are adjacent.
+/// Returns the index of a tile's row in Tables::row_indices, where rows i and i + 8 are adjacent.
 CUTE_DEVICE constexpr int index_of_row(int row) {
   return row % 8 * 2 + row / 8;
 }
 
-/// A CTA's tables in shared memory. `places` is used if threads copy the columns.
+/// A CTA's tables in shared memory. `column_offsets` is used if threads copy the columns.
 struct Tables {
-  int2* places;
+  int2* column_offsets;
   std::uint32_t* offsets;
-  std::uint32_t* entries;  // per pair: distances from the first pair. Relative bias: bytes in the table (lower
-                           // half-word) and in the sums (upper half-word). Key biases: tokens.
+  std::uint32_t* entries;      // per pair: distances from the first pair. Relative bias: bytes in the table (lower
+                               // half-word) and in the sums (upper half-word). Key biases: tokens.
   const std::uint16_t* masks;  // a lane's mask bytes: two pairs per element
   // For rows i and i + 8 of the warp's tile: their indices in an array with one row per token and head, counted from
   // the row of the current batch entry and head. Negative if the tile does not have the row.
-  const int2* row_places;
+  const int2* row_indices;
   std::uint32_t key_bias;  // the lane's address of the key biases of the first pair of groups
   char* stages;
   int second;       // distance in bytes between the boxes of the two arrays
@@ -107,9 +107,9 @@ CUTE_DEVICE int logarithm(int power) {
 /// half of a byte belongs to the pair's first group, and the high half to the second group. In each half, the highest
 /// bit belongs to the first of the lane's four elements. A bit is set if its element is hidden (masked out).
 struct MaskBytes {
-  std::uint8_t* of_lane;
+  std::uint8_t* bytes;
 
-  CUTE_DEVICE std::uint8_t& operator[](int pair) const { return of_lane[pair / 2 * 64 + pair % 2]; }
+  CUTE_DEVICE std::uint8_t& operator[](int pair) const { return bytes[pair / 2 * 64 + pair % 2]; }
 };
 
 /// Returns a word with a nibble for each of eight groups. The lowest bit is set in the nibbles of groups `begin` to
@@ -145,32 +145,33 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
                  kHasKeyBias = kFeature == Feature::kKeyBias && !kRowsAreKeys;
   constexpr bool kMayWrap = Loads::kMayWrap, kIsPlain = Loads::kIsPlain || kIsWhole;
   const Region& region = p.region;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_warp = (number * region.warps + warp) * region.table;
-  tables.places = reinterpret_cast<int2*>(raw + region.shared.places);
-  tables.offsets = reinterpret_cast<std::uint32_t*>(raw + region.shared.offsets) + of_warp;
-  tables.entries = reinterpret_cast<std::uint32_t*>(raw + region.shared.entries) + of_warp;
-  const MaskBytes masks{reinterpret_cast<std::uint8_t*>(raw + region.shared.masks) + of_warp * 32 + 2 * lane};
-  int* row_places = reinterpret_cast<int*>(raw + region.shared.row_places) + warp * kRows;
-  tables.masks = reinterpret_cast<const std::uint16_t*>(masks.of_lane);
-  tables.row_places = reinterpret_cast<const int2*>(row_places);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32,
+            table_begin = (number * region.warps + warp) * region.table_capacity;
+  tables.column_offsets = reinterpret_cast<int2*>(raw + region.shared.column_offsets);
+  tables.offsets = reinterpret_cast<std::uint32_t*>(raw + region.shared.offsets) + table_begin;
+  tables.entries = reinterpret_cast<std::uint32_t*>(raw + region.shared.entries) + table_begin;
+  const MaskBytes masks{reinterpret_cast<std::uint8_t*>(raw + region.shared.masks) + table_begin * 32 + 2 * lane};
+  int* row_indices = reinterpret_cast<int*>(raw + region.shared.row_indices) + warp * kRows;
+  tables.masks = reinterpret_cast<const std::uint16_t*>(masks.bytes);
+  tables.row_indices = reinterpret_cast<const int2*>(row_indices);
   if constexpr (kHasKeyBias) {
-    tables.key_bias = shared_address(raw) + region.shared.key_bias + of_warp * kKeyBiasBytes + lane % 4 * 16;
+    tables.key_bias = shared_address(raw) + region.shared.key_bias + table_begin * kKeyBiasBytes + lane % 4 * 16;
   }
   tables.stages = raw + region.shared.stages;
   tables.second = region.shared.second;
 
   // In each dimension: the tile's number of rows, the index of its first row in the region, and this row's local token.
-  // `seen` is the range of columns that a row sees: in lanes 0 to 15 a row of the tile, in lane 16 the tile's last row,
-  // in lane 17 the region's first row, and in later lanes the region's last row.
+  // `row_columns` is the range of columns that a row sees: in lanes 0 to 15 a row of the tile, in lane 16 the tile's
+  // last row, in lane 17 the region's first row, and in later lanes the region's last row.
   int tile_rows[kRank], begin_of_tile[kRank], first_row[kRank], offset[kRank];
-  int2 seen[kRank], of_tile[kRank];
+  int2 row_columns[kRank], tile_columns[kRank];
   // In each dimension: the index of the region's first column in its dilation group, the number of columns, and the
   // local token of the first column.
   int first[kRank], extent[kRank], first_column[kRank];
   int id = blockIdx.x, tile_id = warp, warps_with_rows = 1;
   [[maybe_unused]] bool crosses_seam = false;
-  [[maybe_unused]] RegionPlace place_of_region;
-  if constexpr (kMayWrap) place_of_region = find_cut_regions_first(p, id);
+  [[maybe_unused]] RegionPosition region_position;
+  if constexpr (kMayWrap) region_position = find_cut_regions_first(p, id);
 
   tile.has_rows = true;
   tile.number = 0;
@@ -179,55 +180,57 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     if (p.is_single[d]) {
       tile_rows[d] = extent[d] = 1;
       begin_of_tile[d] = first_row[d] = first[d] = first_column[d] = 0;
-      seen[d] = of_tile[d] = make_int2(0, 1);
+      row_columns[d] = tile_columns[d] = make_int2(0, 1);
       offset[d] = tile.least_offset[d] = 0;
       continue;
     }
     const DeviceAxis& axis = p.axis[d];
-    int residue, region_number, of_region;
+    int residue, region_number, tile_index;
     if constexpr (kMayWrap) {
-      residue = place_of_region.residue[d];
-      region_number = place_of_region.number[d];
+      residue = region_position.residue[d];
+      region_number = region_position.number[d];
     } else {
       axis.by_dilation(id, residue, id);
       p.by_regions[d](id, region_number, id);
     }
-    p.by_tiles[d](tile_id, of_region, tile_id);
+    p.by_tiles[d](tile_id, tile_index, tile_id);
     const int most = region.tile[d] * region.tiles[d];
-    const auto rows = RegionAxis<kRowsAreKeys, kMayWrap>::template of<kIsPlain>(
+    const auto rows = RegionAxis<kRowsAreKeys, kMayWrap>::template for_layout<kIsPlain>(
         p, layout, d, residue, {region_number * most, most, region.tile[d]});
     if (rows.count <= 0) return false;
-    const int begin = of_region * region.tile[d];
+    const int begin = tile_index * region.tile[d];
     begin_of_tile[d] = begin;
     tile_rows[d] = min(region.tile[d], rows.count - begin);
     tile.has_rows &= tile_rows[d] > 0;
     warps_with_rows *= (rows.count + region.tile[d] - 1) >> logarithm(region.tile[d]);
-    const int looked_at = begin + (lane < kRows ? min(lane, tile_rows[d] - 1)
-                                   : lane == 16 ? tile_rows[d] - 1
-                                   : lane == 17 ? -begin
-                                                : rows.count - 1 - begin);
-    seen[d] = rows.seen(axis, looked_at);
-    first[d] = kIsWhole ? 0 : __shfl_sync(0xffffffffu, seen[d].x, 17);
-    extent[d] = max(__shfl_sync(0xffffffffu, seen[d].y, 18) - first[d], 0);
+    const int lane_row = begin + (lane < kRows ? min(lane, tile_rows[d] - 1)
+                                  : lane == 16 ? tile_rows[d] - 1
+                                  : lane == 17 ? -begin
+                                               : rows.count - 1 - begin);
+    row_columns[d] = rows.visible_range(axis, lane_row);
+    first[d] = kIsWhole ? 0 : __shfl_sync(0xffffffffu, row_columns[d].x, 17);
+    extent[d] = max(__shfl_sync(0xffffffffu, row_columns[d].y, 18) - first[d], 0);
     first_column[d] = rows.columns().residue + first[d] * axis.dilation;
     if constexpr (kMayWrap) {
       crosses_seam |= rows.wraps(axis) && (first[d] < 0 || first[d] + extent[d] > rows.columns().length);
     }
     first_row[d] = rows.rows().residue + (rows.begin + begin) * axis.dilation;
     // Rows past the tile or outside of the layout see no columns.
-    const bool is_row = lane < tile_rows[d] && rows.is_inside(looked_at);
-    of_tile[d] = make_int2(__shfl_sync(0xffffffffu, seen[d].x, 0), __shfl_sync(0xffffffffu, seen[d].y, 16));
+    const bool is_row = lane < tile_rows[d] && rows.is_inside(lane_row);
+    tile_columns[d] =
+        make_int2(__shfl_sync(0xffffffffu, row_columns[d].x, 0), __shfl_sync(0xffffffffu, row_columns[d].y, 16));
     if constexpr (kHasBias) {
-      offset[d] = rows.offset(axis, looked_at, of_tile[d].x);
+      offset[d] = rows.offset(axis, lane_row, tile_columns[d].x);
       if constexpr (!kRowsAreKeys) {
-        const int first_seen = is_row && seen[d].y > seen[d].x ? offset[d] + seen[d].x - of_tile[d].x : INT_MAX;
-        const int least = __reduce_min_sync(0xffffffffu, first_seen);
+        const int first_visible =
+            is_row && row_columns[d].y > row_columns[d].x ? offset[d] + row_columns[d].x - tile_columns[d].x : INT_MAX;
+        const int least = __reduce_min_sync(0xffffffffu, first_visible);
         tile.least_offset[d] = least == INT_MAX ? 0 : least;
       }
       tile.number +=
           (residue * axis.q_tiles + ((region_number * most + begin) >> logarithm(region.tile[d]))) * p.tile_pitch[d];
     }
-    if (!is_row) seen[d].y = seen[d].x;
+    if (!is_row) row_columns[d].y = row_columns[d].x;
   }
   if constexpr (kMayWrap) {
     loads.start(first_column, warps_with_rows, crosses_seam);
@@ -243,31 +246,31 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   bool has_row = true;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
-    const int dilation = p.axis[d].dilation, first_of_tile = of_tile[d].x;
+    const int dilation = p.axis[d].dilation, first_of_tile = tile_columns[d].x;
     token_pitch[d] = (kRowsAreKeys ? p.query_pitch : p.kv_pitch)[d];
     first_token += first_column[d] * token_pitch[d];
     token_pitch[d] *= dilation;
     tile_begin[d] = first_of_tile - first[d];
-    groups[d] = (max(of_tile[d].y - first_of_tile, 0) + region.group[d] - 1) >> logarithm(region.group[d]);
+    groups[d] = (max(tile_columns[d].y - first_of_tile, 0) + region.group[d] - 1) >> logarithm(region.group[d]);
     // The tile's extents are powers of two, because their product is 16.
-    const auto place_of = [&](int row) { return row >> row_shift & (region.tile[d] - 1); };
+    const auto coordinate_of = [&](int row) { return row >> row_shift & (region.tile[d] - 1); };
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       window_begin[r][d] = 0;
       window_end[r][d] = 1;
       if (p.is_single[d]) continue;
-      const int place = place_of(lane / 4 + 8 * r);
-      window_begin[r][d] = __shfl_sync(0xffffffffu, seen[d].x, place) - first_of_tile;
-      window_end[r][d] = __shfl_sync(0xffffffffu, seen[d].y, place) - first_of_tile;
+      const int coordinate = coordinate_of(lane / 4 + 8 * r);
+      window_begin[r][d] = __shfl_sync(0xffffffffu, row_columns[d].x, coordinate) - first_of_tile;
+      window_end[r][d] = __shfl_sync(0xffffffffu, row_columns[d].y, coordinate) - first_of_tile;
     }
-    const int place = place_of(lane % kRows);
+    const int coordinate = coordinate_of(lane % kRows);
     row_shift += logarithm(region.tile[d]);
-    has_row &= place < tile_rows[d];
-    tile.column_of_row += (begin_of_tile[d] + min(place, max(tile_rows[d] - 1, 0))) * region.pitch[d];
-    row_token += (first_row[d] + place * dilation) * (kRowsAreKeys ? p.kv_pitch : p.query_pitch)[d];
+    has_row &= coordinate < tile_rows[d];
+    tile.column_of_row += (begin_of_tile[d] + min(coordinate, max(tile_rows[d] - 1, 0))) * region.pitch[d];
+    row_token += (first_row[d] + coordinate * dilation) * (kRowsAreKeys ? p.kv_pitch : p.query_pitch)[d];
   }
   if (lane < kRows) {
-    row_places[index_of_row(lane)] = has_row ? row_token * (kRowsAreKeys ? p.heads_kv : p.heads) : -1;
+    row_indices[index_of_row(lane)] = has_row ? row_token * (kRowsAreKeys ? p.heads_kv : p.heads) : -1;
   }
   __syncwarp();
   load_first_rows();
@@ -276,23 +279,23 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
   const auto swizzle = [&](int x, int y) { return (x & (wide - 1)) | (y & (high - 1)) * wide; };
   tables.columns = extent[0] * extent[1] * extent[2];
   if (!kHasBoxes || crosses_seam) {
-    const int of_pass = blockDim.x / (kColumnBytes / 16);
-    tables.full_passes = tables.columns / of_pass;
+    const int columns_per_pass = blockDim.x / (kColumnBytes / 16);
+    tables.full_passes = tables.columns / columns_per_pass;
     // Returns the distance in tokens to add to the token of a column. It is not zero if the column lies past the seam,
     // the edge at which a wrapped dimension continues at its other end.
     [[maybe_unused]] const auto across_seam = [&](int d, int column) {
       const DeviceAxis& axis = p.axis[d];
       const int at = first_column[d] + column * axis.dilation;
-      const int turn = at < 0 ? axis.kv_extent : at >= axis.kv_extent ? -axis.kv_extent : 0;
-      return axis.ends == Ends::kWrap ? turn * (kRowsAreKeys ? p.query_pitch : p.kv_pitch)[d] : 0;
+      const int wrap_distance = at < 0 ? axis.kv_extent : at >= axis.kv_extent ? -axis.kv_extent : 0;
+      return axis.ends == Ends::kWrap ? wrap_distance * (kRowsAreKeys ? p.query_pitch : p.kv_pitch)[d] : 0;
     };
     for (int i = threadIdx.x; i < tables.columns; i += blockDim.x) {
       const int line = i / extent[0], x = i - line * extent[0], z = line / extent[1], y = line - z * extent[1];
-      const int place = x + y * region.pitch[1] + z * region.pitch[2];
+      const int stage_row = x + y * region.pitch[1] + z * region.pitch[2];
       int token = first_token + x * token_pitch[0] + y * token_pitch[1] + z * token_pitch[2];
       if constexpr (kMayWrap) token += across_seam(0, x) + across_seam(1, y) + across_seam(2, z);
-      tables.places[i] =
-          make_int2(token, place * kColumnBytes | (kHasBoxes ? Columns::permutation(place) : swizzle(x, y)) << 4);
+      tables.column_offsets[i] = make_int2(
+          token, stage_row * kColumnBytes | (kHasBoxes ? Columns::permutation(stage_row) : swizzle(x, y)) << 4);
     }
   }
 
@@ -309,11 +312,11 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
           sum = column_x * region.sum_pitch[0] + column_y * region.sum_pitch[1], shift_of_row = 0;
       CUTE_UNROLL
       for (int d = 0; d < kRank; ++d) {
-        const int place = (lane / 4 + 8 * r) >> shift_of_row & (region.tile[d] - 1);
+        const int coordinate = (lane / 4 + 8 * r) >> shift_of_row & (region.tile[d] - 1);
         shift_of_row += logarithm(region.tile[d]);
-        const int of_row = __shfl_sync(0xffffffffu, offset[d], place);
-        entry += of_row * region.table_pitch[d];
-        if constexpr (!kRowsAreKeys) sum += (of_row - tile.least_offset[d]) * region.sum_pitch[d];
+        const int row_offset = __shfl_sync(0xffffffffu, offset[d], coordinate);
+        entry += row_offset * region.table_pitch[d];
+        if constexpr (!kRowsAreKeys) sum += (row_offset - tile.least_offset[d]) * region.sum_pitch[d];
       }
       tile.entry[r] = region.shared.table + kBytesOfEntry * (region.table_margin + entry);
       if constexpr (!kRowsAreKeys) {
@@ -321,8 +324,8 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
         tile.sums[r] = row + kBytesOfSum * (sum + is_late(sum));
         // Check if rows 2 * (lane % 4) + 8 * r and the next row are late. The lanes that hold these rows vote.
         const unsigned late = __ballot_sync(0xffffffffu, is_late(sum));
-        const unsigned of_rows = late >> (lane % 4 * 8);
-        tile.late_rows[r] = ((of_rows & 1) != 0 ? 0xffffu : 0u) | ((of_rows & 0x10) != 0 ? 0xffff0000u : 0u);
+        const unsigned late_bits = late >> (lane % 4 * 8);
+        tile.late_rows[r] = ((late_bits & 1) != 0 ? 0xffffu : 0u) | ((late_bits & 0x10) != 0 ? 0xffff0000u : 0u);
       }
     }
   }
@@ -388,18 +391,18 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
         CUTE_UNROLL
         for (int e = 0; e < 4; ++e) {
           const int r = e / 2, at = column + e % 2, ex = gx * wide + (at & (wide - 1)), ey = at >> wide_shift;
-          const bool is_seen =
+          const bool is_visible =
               ex >= window_begin[r][0] && ex < window_end[r][0] && gz >= window_begin[r][2] && gz < window_end[r][2];
           begin[e] = (window_begin[r][1] - ey + high - 1) >> shift;
-          end[e] = is_seen ? (window_end[r][1] - ey + high - 1) >> shift : 0;
+          end[e] = is_visible ? (window_end[r][1] - ey + high - 1) >> shift : 0;
         }
         for (int i = 0; i < line_pairs; i += 4) {
-          std::uint32_t seen_bits = 0;
+          std::uint32_t visible_bits = 0;
           CUTE_UNROLL
-          for (int e = 0; e < 4; ++e) seen_bits |= range_of_groups(begin[e] - 2 * i, end[e] - 2 * i) << (3 - e);
+          for (int e = 0; e < 4; ++e) visible_bits |= range_of_groups(begin[e] - 2 * i, end[e] - 2 * i) << (3 - e);
           CUTE_UNROLL
           for (int j = 0; j < 4; ++j) {
-            if (i + j < line_pairs) masks[line_begin + i + j] = static_cast<std::uint8_t>(~seen_bits >> (8 * j));
+            if (i + j < line_pairs) masks[line_begin + i + j] = static_cast<std::uint8_t>(~visible_bits >> (8 * j));
           }
         }
       }
@@ -412,13 +415,13 @@ CUTE_DEVICE bool make_plan(const CommonParams& p, char* raw, Tables& tables, Til
     tables.offsets[written + i] = i * 16 * kColumnBytes;
   }
   for (int i = 0; i < additional_pairs; ++i) {
-    const int2 places = tables.row_places[lane / 4];
+    const int2 indices = tables.row_indices[lane / 4];
     std::uint32_t bits = 0;
     CUTE_UNROLL
     for (int j = 0; j < 8; ++j) {
       const int group = j / 4, e = j % 4;
       const bool is_hidden =
-          (e / 2 == 0 ? places.x : places.y) < 0 || (2 * i + group) * kColumns + column + e % 2 >= p.additional_kv;
+          (e / 2 == 0 ? indices.x : indices.y) < 0 || (2 * i + group) * kColumns + column + e % 2 >= p.additional_kv;
       bits |= is_hidden ? 8u << (4 * group) >> e : 0u;
     }
     masks[written + i] = static_cast<std::uint8_t>(bits);

@@ -33,7 +33,7 @@ struct RowOperand {
   }
 
   /// Loads rows that are also columns of a box; `address` is the lane's ldmatrix address.
-  CUTE_DEVICE static RowOperand of_box(std::uint32_t address) {
+  CUTE_DEVICE static RowOperand from_box(std::uint32_t address) {
     static_assert(kInRegisters);
     RowOperand result;
     CUTE_UNROLL
@@ -54,7 +54,7 @@ struct RowOperand {
 using PairLogits = float[2][4];
 
 /// Addresses at which a lane reads a pair's columns.
-struct PairPlace {
+struct PairAddresses {
   std::uint32_t across[2], along[2];  // in each array: addresses for the two kinds of products, as in Lanes
   std::uint32_t offset;               // byte offset of the pair in a stage
   std::uint32_t entries;              // relative bias: as in Tables; key biases: their address for the lane
@@ -70,7 +70,7 @@ template <int kCount_>
 struct Pairs {
   static constexpr int kCount = kCount_;
 
-  PairPlace at[kCount];
+  PairAddresses at[kCount];
   std::uint32_t masks[kCount];
 };
 
@@ -80,8 +80,8 @@ CUTE_DEVICE void load_bias(PairLogits (&x)[kPairs], const TilePlan& tile, std::u
                            const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
   for (int i = 0; i < 8 * kPairs; ++i) {
-    const int pair = i / 8, h = i / 4 % 2, r = i / 2 % 2, c = i % 2, of_pair = pairs.at[pair].entry();
-    const std::uint32_t at = stage + tile.entry[r] + (kOwner == Owner::kKeys ? -of_pair : of_pair) +
+    const int pair = i / 8, h = i / 4 % 2, r = i / 2 % 2, c = i % 2, pair_entry = pairs.at[pair].entry();
+    const std::uint32_t at = stage + tile.entry[r] + (kOwner == Owner::kKeys ? -pair_entry : pair_entry) +
                              h * tile.next_entry_of_group + c * tile.next_entry;
     // Volatile, so that the compiler does not keep table entries in registers from one item to the next.
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[pair][h][2 * r + c]) : "r"(at));
@@ -168,7 +168,7 @@ CUTE_DEVICE void add_columns(float (&o)[kHeadDim / 8][4], const std::uint32_t (&
 
 /// Returns the value to add to the exponent of one of the lane's four elements in a group: 0 if the element is visible,
 /// -2^127 if the top bit of its mask is set.
-CUTE_DEVICE float hiding(std::uint32_t masks, int element) {
+CUTE_DEVICE float additive_mask(std::uint32_t masks, int element) {
   // The top bit of a selector digit replicates a byte's sign, which __byte_perm does not support.
   std::uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(masks), "r"(0), "r"(0x8444 + 0x1000 * element));
@@ -205,8 +205,8 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
     const std::uint32_t across = stage + lanes.across, along = stage + lanes.along,
                         across_second = Columns::in_second(across, tables.second),
                         along_second = Columns::in_second(along, tables.second);
-    const auto place = [&](std::uint32_t at, std::uint32_t entries) {
-      return PairPlace{{across + at, across_second + at}, {along + at, along_second + at}, at, entries};
+    const auto addresses = [&](std::uint32_t at, std::uint32_t entries) {
+      return PairAddresses{{across + at, across_second + at}, {along + at, along_second + at}, at, entries};
     };
     const uint2* offsets = reinterpret_cast<const uint2*>(tables.offsets + first);
     const uint2* all_entries = reinterpret_cast<const uint2*>(tables.entries + first);
@@ -218,7 +218,7 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
         const std::uint32_t entries = kHasKeyBias ? key_bias + i * kKeyBiasBytes
                                       : kHasBias  ? tables.entries[first + i]
                                                   : 0;
-        call(Pairs<1>{{place(tables.offsets[first + i], entries)},
+        call(Pairs<1>{{addresses(tables.offsets[first + i], entries)},
                       {spread_bits(bits[i / 2 * 32] >> (i % 2 * 8) & 0xff)}});
       }
     } else {
@@ -232,7 +232,7 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
           entries = make_uint2(key_bias, key_bias + kKeyBiasBytes);
           key_bias += 2 * kKeyBiasBytes;
         }
-        const Pairs<2> now{{place(at.x, entries.x), place(at.y, entries.y)},
+        const Pairs<2> now{{addresses(at.x, entries.x), addresses(at.y, entries.y)},
                            {spread_bits(masks & 0xff), spread_bits(masks >> 8)}};
         at = *++offsets;
         if constexpr (kHasBias) entries = *++all_entries;
@@ -240,7 +240,7 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
         call(now);
       }
       if (pairs % 2 != 0)
-        call(Pairs<1>{{place(at.x, kHasKeyBias ? key_bias : entries.x)}, {spread_bits(masks & 0xff)}});
+        call(Pairs<1>{{addresses(at.x, kHasKeyBias ? key_bias : entries.x)}, {spread_bits(masks & 0xff)}});
     }
   };
   for_range(tile.lanes, 0, tile.pairs);
@@ -248,16 +248,16 @@ CUTE_DEVICE void for_pairs(const TilePlan& tile, const Tables& tables, int addit
 }
 
 /// Computes unscaled logits of pairs of groups: products of the rows with the first array of columns, plus a relative
-/// bias or key biases. If keys are columns, loads the key biases. If keys are rows, `of_rows` provides their biases, in
-/// accumulator order.
+/// bias or key biases. If keys are columns, loads the key biases. If keys are rows, `row_biases` provides their biases,
+/// in accumulator order.
 template <class Element, int kHeadDim, Owner kOwner, Feature kFeature, int kPairs>
 CUTE_DEVICE void multiply_keys(PairLogits (&x)[kPairs], const RowOperand<Element, kHeadDim>& rows, const TilePlan& tile,
-                               std::uint32_t stage, const Pairs<kPairs>& pairs, const float (&of_rows)[4] = {}) {
+                               std::uint32_t stage, const Pairs<kPairs>& pairs, const float (&row_biases)[4] = {}) {
   constexpr bool kHasBias = kFeature == Feature::kRelativeBias,
                  kHasKeyBias = kFeature == Feature::kKeyBias && kOwner == Owner::kQueries;
   if constexpr (kHasBias) load_bias<kOwner>(x, tile, stage, pairs);
   if constexpr (kHasKeyBias) load_key_bias(x, pairs);
-  multiply_columns<Element, kHeadDim, kFirstArray, kHasBias || kHasKeyBias>(x, rows, pairs, of_rows);
+  multiply_columns<Element, kHeadDim, kFirstArray, kHasBias || kHasKeyBias>(x, rows, pairs, row_biases);
 }
 
 }  // namespace natten_jax::small

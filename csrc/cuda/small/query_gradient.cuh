@@ -27,24 +27,24 @@ CUTE_DEVICE void multiply_rows(float (&result)[4], const RowOperand<Element, kHe
   float x[2][4] = {};
   CUTE_UNROLL
   for (int step = 0; step < kHeadDim / 16; ++step) {
-    const auto of_a = a(step), of_b = b(step);
+    const auto a_fragment = a(step), b_fragment = b(step);
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
       float (&d)[4] = x[h];
-      Instruction::fma(d[0], d[1], d[2], d[3], of_a.r[0], of_a.r[1], of_a.r[2], of_a.r[3], of_b.r[h], of_b.r[2 + h],
-                       d[0], d[1], d[2], d[3]);
+      Instruction::fma(d[0], d[1], d[2], d[3], a_fragment.r[0], a_fragment.r[1], a_fragment.r[2], a_fragment.r[3],
+                       b_fragment.r[h], b_fragment.r[2 + h], d[0], d[1], d[2], d[3]);
     }
   }
   // Four lanes share a row of the product. `source` is the lane that holds the row's diagonal element.
   const int lane = threadIdx.x % 32, source = lane / 4 * 4 + lane / 8;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    const float own = lane / 4 % 2 == 0 ? x[r][2 * r] : x[r][2 * r + 1];
+    const float diagonal = lane / 4 % 2 == 0 ? x[r][2 * r] : x[r][2 * r + 1];
     // Both shuffles return the same value. The compiler treats the results as different values, and keeps them in
     // adjacent registers, as MMA requires. With one shuffle, it would copy the value to adjacent registers for each
     // group.
-    result[2 * r] = __shfl_sync(0xffffffffu, own, source);
-    result[2 * r + 1] = __shfl_sync(0xffffffffu, own, source + 32);
+    result[2 * r] = __shfl_sync(0xffffffffu, diagonal, source);
+    result[2 * r + 1] = __shfl_sync(0xffffffffu, diagonal, source + 32);
   }
 }
 
@@ -58,15 +58,15 @@ struct RowStatistics {
 
   /// Starts to load the logsumexps and their cotangents. These loads have the longest latency, so that `compute` starts
   /// them first.
-  CUTE_DEVICE RowStatistics(const BackwardParams& p, const Item& item, const int2* row_places) {
-    const int2 places = row_places[threadIdx.x % 32 / 4];
+  CUTE_DEVICE RowStatistics(const BackwardParams& p, const Item& item, const int2* row_indices) {
+    const int2 indices = row_indices[threadIdx.x % 32 / 4];
     const bool has_cotangent = p.logsumexp_cotangent != nullptr;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int place = r == 0 ? places.x : places.y;
-      at[r] = place < 0 ? -1 : item.of_query + place;
-      if (place >= 0) logsumexp[r] = p.logsumexp[at[r]];
-      if (place >= 0 && has_cotangent) logsumexp_cotangent[r] = p.logsumexp_cotangent[at[r]];
+      const int index = r == 0 ? indices.x : indices.y;
+      at[r] = index < 0 ? -1 : item.query_row + index;
+      if (index >= 0) logsumexp[r] = p.logsumexp[at[r]];
+      if (index >= 0 && has_cotangent) logsumexp_cotangent[r] = p.logsumexp_cotangent[at[r]];
     }
   }
 
@@ -117,8 +117,8 @@ CUTE_DEVICE void add_query_gradient(float (&gradient)[kHeadDim / 8][4], const Ro
       CUTE_UNROLL
       for (int i = 0; i < 4 * kPairs; ++i) {
         const int pair = i / 4, h = i / 2 % 2, r = i % 2;
-        const float *of_x = &x[pair][h][2 * r], *of_y = &y[pair][h][2 * r];
-        a[pair][i % 4] = pack<Element>(weight(of_x[0], r) * of_y[0], weight(of_x[1], r) * of_y[1]) &
+        const float *row_x = &x[pair][h][2 * r], *row_y = &y[pair][h][2 * r];
+        a[pair][i % 4] = pack<Element>(weight(row_x[0], r) * row_y[0], weight(row_x[1], r) * row_y[1]) &
                          ~hidden_halves(masks_of_group(pairs.masks[pair], h), r);
       }
       if constexpr (kFeature == Feature::kRelativeBias) store_logit_gradients(tile, sums, a, pairs);
@@ -138,7 +138,7 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   extern __shared__ __align__(1024) char raw[];
-  if constexpr (!Items::kOfEntries) allow_next_kernel();  // the next kernel computes its plans while this kernel runs
+  if constexpr (!Items::kPerEntry) allow_next_kernel();  // the next kernel computes its plans while this kernel runs
   Tables tables;
   TilePlan tile;
   Loads<kHeadDim, Kernel::kQueryGradient, kHasBoxes, Items, kHasBias> loads(p, raw);
@@ -148,11 +148,11 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
 
   const auto load_rows = [&](const Item& item, std::uint32_t rows) {
     const auto copy_rows = [&](const void* array, int width, int number) {
-      Rows::copy(tables.row_places, row_of(array, item.of_query, width), width, rows + number * buffer);
+      Rows::copy(tables.row_indices, row_of(array, item.query_row, width), width, rows + number * buffer);
     };
-    copy_rows(p.query, head_dims.of_keys, 0);
-    copy_rows(p.out_cotangent, head_dims.of_values, 1);
-    copy_rows(p.out, head_dims.of_values, 2);
+    copy_rows(p.query, head_dims.key, 0);
+    copy_rows(p.out_cotangent, head_dims.value, 1);
+    copy_rows(p.out, head_dims.value, 2);
   };
   const ColumnCopies<kHeadDim, kHasBoxes> copy(p.heads_kv, p.head_dim, p.head_dim_v);
   const auto load_columns = [&](const Item& item, std::uint32_t stage) {
@@ -162,14 +162,14 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases,
                            auto& key_bias) {
     if (!tile.has_rows) return;
-    RowStatistics<Element> statistics(p, item, tables.row_places);
+    RowStatistics<Element> statistics(p, item, tables.row_indices);
     [[maybe_unused]] const ItemSink sink(p, item);
     const Operand queries(rows), cotangents(rows + buffer);
     statistics.find_delta(cotangents, Operand(rows + 2 * buffer));
     key_bias.prepare(item);
     phases.rows_are_read();
     statistics.template finish<kFeature>(p, [&](int r, float4 numbers) { p.statistics[statistics.at[r]] = numbers; });
-    if constexpr (!Items::kOfEntries) {
+    if constexpr (!Items::kPerEntry) {
       sink.write_part(p, item, statistics.at, statistics.logsumexp, statistics.delta);
     }
     float gradient[kHeadDim / 8][4] = {};
@@ -177,26 +177,25 @@ CUTE_DEVICE void differentiate_queries(const BackwardParams& p) {
                                                                   item.exponent_scale(p), tile, tables,
                                                                   additional_pairs, stage, shared_address(raw));
     phases.columns_are_read();
-    key_bias.leave(item);
+    key_bias.release(item);
     if constexpr (kHasBias) write_record<Element>(p, tile, shared_address(raw), item);
     const float scale = item.scale(p).query_gradient;
     const auto store = [&](std::uint32_t results) {
-      Rows::template store<Element>(gradient, scale, scale, tables.row_places,
-                                    row_of(p.query_gradient, item.of_query, head_dims.of_keys), head_dims.of_keys,
-                                    results);
+      Rows::template store<Element>(gradient, scale, scale, tables.row_indices,
+                                    row_of(p.query_gradient, item.query_row, head_dims.key), head_dims.key, results);
     };
     if constexpr (kHasBias && kHasBoxes) {
       const bool is_in_sums = has_results_in_sums(p.region.record, kHeadDim);
       char* const sums = sums_of_warp(p, raw);
       store(is_in_sums ? shared_address(sums) : rows + staging);
-      if (is_in_sums) clear_of_warp(sums, Rows::kBytes);
+      if (is_in_sums) clear_warp_memory(sums, Rows::kBytes);
     } else {
       store(rows + staging);
     }
   };
   for_plans<Items, Owner::kQueries>(p, raw, [&](const Items& items, const EntryLayout& layout, bool is_first) {
     loads.take(items, is_first);
-    if constexpr (!Items::kOfEntries) clear_parts_of_sinks(p, items);
+    if constexpr (!Items::kPerEntry) clear_parts_of_sinks(p, items);
     const auto load_first_rows = [&] { loads.load_first_rows(items.at(p, 0), warp * Rows::kBytes, load_rows); };
     if (!make_plan<kHeadDim, Owner::kQueries, kHasBoxes, kFeature>(p, raw, tables, tile, loads, load_first_rows,
                                                                    layout)) {

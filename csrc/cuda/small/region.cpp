@@ -41,8 +41,8 @@ bool can_have_boxes(const Problem& problem, int head_dim) {
 /// True if a region can be a whole dilation group: queries and keys are the same tokens, the arrays contain all of
 /// them, and each query head has a separate key/value head. Extents are compared because a call without origins may
 /// also have fewer queries than keys, if every query sees every key.
-bool can_be_whole(const Problem& problem, Places places) {
-  if (places != Places::kComplete || problem.heads != problem.heads_kv || wraps(problem)) return false;
+bool can_be_whole(const Problem& problem, Coverage coverage) {
+  if (coverage != Coverage::kComplete || problem.heads != problem.heads_kv || wraps(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
     const std::int64_t extent = axis.kv.extent;
     return axis.query.extent == extent && axis.query.local_extent == extent && axis.kv.local_extent == extent;
@@ -72,18 +72,18 @@ Status too_large() {
 }  // namespace
 
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                       Kernel kernel, Places places, const Device& device,
+                       Kernel kernel, Coverage coverage, const Device& device,
                        const std::function<void(const Region&)>& call) {
-  const Sides all(problem, kernel, places);
-  const auto& sides = all.of;
+  const Sides all(problem, kernel, coverage);
+  const auto& sides = all.dimensions;
   Region candidate{};
   NATTEN_JAX_RETURN_IF_FAILED(begin_region(problem, sides, rows, columns, candidate));
   const int head_dim = compiled_head_dim(problem);
   // The query heads that share a key/value head count as one item if their gradients are added up.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = problem.batch * problem.heads / together;
-  const bool is_whole = kernel == Kernel::kWholeGradient, is_beside_rings = is_timed_beside_rings(problem, places);
-  if (is_whole && !can_be_whole(problem, places)) return {};
+  const bool is_whole = kernel == Kernel::kWholeGradient, has_ring_costs = is_timed_against_rings(problem, coverage);
+  if (is_whole && !can_be_whole(problem, coverage)) return {};
   for (const bool has_boxes : {true, false}) {
     if (has_boxes ? !(device.has_boxes && can_have_boxes(problem, head_dim)) : is_whole) continue;
     candidate.has_boxes = has_boxes;
@@ -92,12 +92,12 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
       // For example, the forward pass of NAT's first stage, with half of the tokens padding, took 58 microseconds on an
       // H100 with two stages and three CTAs per SM, and 48 with one stage and five CTAs. These times exclude filling
       // the padding.
-      const int most_stages = places == Places::kOfEntries ? 1 : 2;
+      const int most_stages = coverage == Coverage::kPerEntry ? 1 : 2;
       for (int stages = 1; stages <= most_stages; ++stages) {
         if (!complete_region(problem, sides, kernel, head_dim, stages, device, candidate)) continue;
         const Shares shares = share_items(items, candidate, device);
         candidate.items_of_cta = static_cast<int>(shares.items_of_cta * together);
-        candidate.nanoseconds = estimate(kernel, head_dim, places, candidate, shares, is_beside_rings);
+        candidate.nanoseconds = estimate(kernel, head_dim, coverage, candidate, shares, has_ring_costs);
         call(candidate);
       }
     });
@@ -106,14 +106,14 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 }
 
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                     Kernel kernel, Places places, const Device& device, Region& region) {
+                     Kernel kernel, Coverage coverage, const Device& device, Region& region) {
   bool found = false;
   const auto take_faster = [&](const Region& candidate) {
     if (found && candidate.nanoseconds >= region.nanoseconds) return;
     found = true;
     region = candidate;
   };
-  NATTEN_JAX_RETURN_IF_FAILED(for_each_region(problem, rows, columns, kernel, places, device, take_faster));
+  NATTEN_JAX_RETURN_IF_FAILED(for_each_region(problem, rows, columns, kernel, coverage, device, take_faster));
   return found ? Status() : too_large();
 }
 
@@ -124,22 +124,23 @@ Status estimate_pass(const Problem& problem, const TileShapes& tiles, bool is_ba
   estimate = {};
   for (const Kernel kernel : {Kernel::kForward, Kernel::kQueryGradient, Kernel::kKeyValueGradient}) {
     if ((kernel != Kernel::kForward) != is_backward) continue;
-    const Problem of_kernel = kernel == Kernel::kKeyValueGradient ? without_additional(problem) : problem;
+    const Problem kernel_problem = kernel == Kernel::kKeyValueGradient ? without_additional(problem) : problem;
     Region region{};
-    NATTEN_JAX_RETURN_IF_FAILED(choose_region(of_kernel, rows, columns, kernel, Places::kComplete, device, region));
+    NATTEN_JAX_RETURN_IF_FAILED(
+        choose_region(kernel_problem, rows, columns, kernel, Coverage::kComplete, device, region));
     estimate.seconds += region.nanoseconds / 1e9;
     estimate.launches.push_back({kernel, region});
-    // Check that the kernels also support parts of the layout (Places::kParts). A part may begin anywhere in the
+    // Check that the kernels also support parts of the layout (Coverage::kParts). A part may begin anywhere in the
     // layout, and its boxes may need more shared memory.
-    const Sides of_part(of_kernel, kernel, Places::kParts);
-    NATTEN_JAX_RETURN_IF_FAILED(begin_region(of_kernel, of_part.of, rows, columns, region));
-    if (!complete_region(of_kernel, of_part.of, kernel, compiled_head_dim(problem), 1, device, region))
+    const Sides part_sides(kernel_problem, kernel, Coverage::kParts);
+    NATTEN_JAX_RETURN_IF_FAILED(begin_region(kernel_problem, part_sides.dimensions, rows, columns, region));
+    if (!complete_region(kernel_problem, part_sides.dimensions, kernel, compiled_head_dim(problem), 1, device, region))
       return too_large();
   }
   if (is_backward && problem.additional_kv > 0) estimate.seconds += estimate_additional(problem, device) / 1e9;
   Region whole{};
   if (is_backward &&
-      !choose_region(problem, rows, columns, Kernel::kWholeGradient, Places::kComplete, device, whole).failed() &&
+      !choose_region(problem, rows, columns, Kernel::kWholeGradient, Coverage::kComplete, device, whole).failed() &&
       whole.nanoseconds / 1e9 <= estimate.seconds) {
     estimate = {{{Kernel::kWholeGradient, whole}}, whole.nanoseconds / 1e9};
   }

@@ -27,21 +27,21 @@ struct Device {
 
 /// Byte offsets in a CTA's shared memory. As in Region, the fields that passes of plain problems read come first.
 struct SharedLayout {
-  int offsets;     ///< uint32 per warp and pair of groups: the pair's offset in a stage.
-  int masks;       ///< A byte per warp, pair and lane; the bytes of two pairs that are computed together are adjacent.
-  int row_places;  ///< int per row: Tables::row_places.
-  int box_state;   ///< BoxState; boxes only.
+  int offsets;      ///< uint32 per warp and pair of groups: the pair's offset in a stage.
+  int masks;        ///< A byte per warp, pair and lane; the bytes of two pairs that are computed together are adjacent.
+  int row_indices;  ///< int per row: Tables::row_indices.
+  int box_state;    ///< BoxState; boxes only.
   int stages;
   int stage_bytes;
-  int second;         ///< Boxes only: offset in a stage of the second array's columns. Consecutive arrays have this
-                      ///< distance.
-  int box_end;        ///< Boxes only: end of the first array's columns in a stage.
-  int boxes_end;      ///< Boxes only: end of the columns of all arrays in a stage.
-  int rows;           ///< The rows of each warp, for each array of rows: in each stage, or, with boxes, once per CTA.
-  int statistics;     ///< In a stage: kStatisticsBytes per column.
-  int additional;     ///< In a stage: the columns of additional tokens.
-  int places;         ///< int2 per column of the box: its token, and its offset in a stage.
-  int batch_entries;  ///< EntryState, if batch entries may have separate layouts.
+  int second;          ///< Boxes only: offset in a stage of the second array's columns. Consecutive arrays have this
+                       ///< distance.
+  int box_end;         ///< Boxes only: end of the first array's columns in a stage.
+  int boxes_end;       ///< Boxes only: end of the columns of all arrays in a stage.
+  int rows;            ///< The rows of each warp, for each array of rows: in each stage, or, with boxes, once per CTA.
+  int statistics;      ///< In a stage: kStatisticsBytes per column.
+  int additional;      ///< In a stage: the columns of additional tokens.
+  int column_offsets;  ///< int2 per column of the box: its token, and its offset in a stage.
+  int batch_entries;   ///< EntryState, if batch entries may have separate layouts.
   int entries;   ///< uint32 per warp and pair of groups. With a relative bias: distances in bytes from the first pair's
                  ///< table entries to this pair's entries, and from the first pair's sums to this pair's sums. With
                  ///< key biases: distance in tokens from the first pair's keys to this pair's keys.
@@ -66,7 +66,7 @@ struct Region {
   int stages;
   int items_of_cta;  ///< Items (pairs of a batch entry and a query head) that a CTA loops over.
   SharedLayout shared;
-  int table;             ///< Capacity of a warp's tables, in pairs of groups. If this field comes earlier, the kernels
+  int table_capacity;    ///< Capacity of a warp's tables, in pairs of groups. If this field comes earlier, the kernels
                          ///< with key biases spill registers.
   int extent[kRank];     ///< Extents of the box in shared memory, in tokens.
   int dimension[kRank];  ///< The problem's dimension for each region dimension.
@@ -96,11 +96,11 @@ struct Region {
   double nanoseconds;     ///< Estimated time of the launch.
 };
 
-/// Position of a launch's queries and keys in the layout.
-enum class Places {
-  kComplete,   ///< The arrays cover the complete layout.
-  kParts,      ///< The arrays are parts of a layout, at any position in it.
-  kOfEntries,  ///< Every batch entry has a separate layout inside the arrays.
+/// Part of the layout that a launch's arrays cover.
+enum class Coverage {
+  kComplete,  ///< The arrays cover the complete layout.
+  kParts,     ///< The arrays are parts of a layout, at any position in it.
+  kPerEntry,  ///< Every batch entry has a separate layout inside the arrays.
 };
 
 /// Returns the problem without additional tokens. The key/value gradient kernel gets this problem, because another
@@ -112,7 +112,7 @@ Problem without_additional(Problem problem);
 /// Returns:
 ///   An error if the kernel does not support the problem, or if tiles have other sizes than the kernel requires.
 Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                       Kernel kernel, Places places, const Device& device,
+                       Kernel kernel, Coverage coverage, const Device& device,
                        const std::function<void(const Region&)>& call);
 
 /// Chooses the region with the shortest estimated launch time.
@@ -121,7 +121,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 ///   problem: the problem to solve.
 ///   rows, columns: shapes of a warp's tile and of a group, with kRows and kColumns tokens.
 ///   kernel: the kernel to launch.
-///   places: position of the tokens in the layout.
+///   coverage: part of the layout that the arrays cover.
 ///   device: device properties.
 ///   region: the result.
 ///
@@ -130,7 +130,7 @@ Status for_each_region(const Problem& problem, const std::int64_t (&rows)[kRank]
 ///   region fits into shared memory. A region does not fit if the box of a single tile (in the kernel of whole
 ///   layouts, of all tiles) is too large.
 Status choose_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                     Kernel kernel, Places places, const Device& device, Region& region);
+                     Kernel kernel, Coverage coverage, const Device& device, Region& region);
 
 /// A kernel of a pass, and its region.
 struct Launch {

@@ -23,34 +23,34 @@ struct RegionAxis {
   int count;  // number of rows; the region is empty if not positive
   int kernel_size, stride;
 
-  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, const EntryAxis& entry, int residue, RegionRows place)
+  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, const EntryAxis& entry, int residue, RegionRows region)
       : query(GroupTokens::of_queries(axis, entry, group_in(axis, entry, residue))),
         kv(GroupTokens::of_keys(axis, entry, group_in(axis, entry, residue))),
-        begin(place.begin),
-        count(min(place.most, rows().local_length - begin)),
+        begin(region.begin),
+        count(min(region.most, rows().local_length - begin)),
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
 
   /// Constructs a dimension of a plain problem.
-  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, RegionRows place)
-      : begin(place.begin), kernel_size(axis.kernel_size), stride(axis.stride) {
+  CUTE_DEVICE RegionAxis(const DeviceAxis& axis, int residue, RegionRows region)
+      : begin(region.begin), kernel_size(axis.kernel_size), stride(axis.stride) {
     const int length = group_length(axis, axis.query_extent, residue);
     query = kv = {residue, 0, length, length};
-    count = min(place.most, length - begin);
+    count = min(region.most, length - begin);
   }
 
   /// Returns the dimension of a region in a batch entry's layout. With `kIsPlain`, returns the dimension for a plain
   /// problem.
   template <bool kIsPlain>
-  CUTE_DEVICE static RegionAxis of(const CommonParams& p, const EntryLayout& layout, int d, int residue,
-                                   RegionRows place) {
+  CUTE_DEVICE static RegionAxis for_layout(const CommonParams& p, const EntryLayout& layout, int d, int residue,
+                                           RegionRows region) {
     const DeviceAxis& axis = p.axis[d];
-    if constexpr (kIsPlain) return RegionAxis(axis, residue, place);
-    if ((p.is_plain && !layout.is_own()) || wraps(axis)) return RegionAxis(axis, residue, place);
+    if constexpr (kIsPlain) return RegionAxis(axis, residue, region);
+    if ((p.is_plain && !layout.is_own()) || wraps(axis)) return RegionAxis(axis, residue, region);
     const int dimension = p.region.dimension[d];
     if (layout.is_own()) {
-      RegionAxis result(axis, EntryAxis(axis, layout, dimension), residue, place);
-      if constexpr (kRowsAreKeys) result.fill_last_region(place);
+      RegionAxis result(axis, EntryAxis(axis, layout, dimension), residue, region);
+      if constexpr (kRowsAreKeys) result.fill_last_region(region);
       return result;
     }
     // Clamp the origins, so that sums of coordinates do not overflow. Valid origins are inside these limits.
@@ -61,7 +61,7 @@ struct RegionAxis {
     };
     const EntryAxis entry(axis, origin(dimension, 0, max(axis.query_extent - axis.query_local_extent, 0)),
                           origin(kRank + dimension, -axis.kv_local_extent, axis.kv_extent));
-    return RegionAxis(axis, entry, residue, place);
+    return RegionAxis(axis, entry, residue, region);
   }
 
   /// True if the dimension wraps; all of its tokens are then local.
@@ -72,7 +72,7 @@ struct RegionAxis {
 
   /// Returns the range of local columns that a row of the region sees. Neither end of the range decreases from one row
   /// to the next, because a key outside of the layout gets the range of the nearest key inside.
-  CUTE_DEVICE int2 seen(const DeviceAxis& axis, int row) const {
+  CUTE_DEVICE int2 visible_range(const DeviceAxis& axis, int row) const {
     row += begin;
     const EntryWindows windows(axis, kernel_size, stride);
     Range<int> window;
@@ -105,12 +105,12 @@ struct RegionAxis {
  private:
   /// Gives the last region the maximum number of tiles, and the region before it the remaining tiles. At the end of a
   /// layout, windows of queries are shifted, so that more queries see the keys shortly before the end. If one region
-  /// has all of these keys, the boxes of the other regions need no space for more queries. `Side::seen` in
+  /// has all of these keys, the boxes of the other regions need no space for more queries. `Side::visible_columns` in
   /// region_side.h relies on this.
-  CUTE_DEVICE void fill_last_region(RegionRows place) {
-    const int length = kv.local_length, end = place.begin + place.most;
-    if (length <= place.begin || length > end + place.most) return;
-    const int first_of_last = max(((length + place.tile - 1) & -place.tile) - place.most, 0);
+  CUTE_DEVICE void fill_last_region(RegionRows region) {
+    const int length = kv.local_length, end = region.begin + region.most;
+    if (length <= region.begin || length > end + region.most) return;
+    const int first_of_last = max(((length + region.tile - 1) & -region.tile) - region.most, 0);
     if (length <= end) {
       begin = first_of_last;
       count = length - first_of_last;

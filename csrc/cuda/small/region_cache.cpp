@@ -16,10 +16,10 @@ using Key = std::vector<std::int64_t>;
 /// Returns the cache key of a launch. Structured bindings name every field of a struct, so that a new field is a
 /// compile error until this function handles it.
 Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-           Kernel kernel, Places places, const Device& device) {
+           Kernel kernel, Coverage coverage, const Device& device) {
   const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, has_relative_bias,
                has_key_bias, scale, axes, out_type] = problem;
-  const auto& [shared_memory, of_multiprocessor, reserved, multiprocessors, has_boxes] = device;
+  const auto& [shared_memory, multiprocessor_memory, reserved, multiprocessors, has_boxes] = device;
   static_cast<void>(element_type);  // all have 16 bits
   static_cast<void>(out_type);      // all have 16 bits
   static_cast<void>(scale);
@@ -27,8 +27,8 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
   key.reserve(15 + kRank * (kFieldsOfAxis + 4));
   key.insert(key.end(),
              {batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, std::int64_t{has_relative_bias},
-              std::int64_t{has_key_bias}, static_cast<std::int64_t>(places), static_cast<std::int64_t>(kernel),
-              std::int64_t{shared_memory}, std::int64_t{of_multiprocessor}, std::int64_t{reserved},
+              std::int64_t{has_key_bias}, static_cast<std::int64_t>(coverage), static_cast<std::int64_t>(kernel),
+              std::int64_t{shared_memory}, std::int64_t{multiprocessor_memory}, std::int64_t{reserved},
               std::int64_t{multiprocessors}, std::int64_t{has_boxes}});
   for (int d = 0; d < kRank; ++d) {
     for (const AxisField& field : kAxisFields) key.push_back(field.get(axes[d]));
@@ -45,64 +45,64 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
 }
 
 /// The cached result of find_region for a cache key.
-struct Found {
+struct CachedRegion {
   Status status;
   Region region;
 };
 
 /// Maximum number of cached results, more than a program needs. A full cache is cleared.
-constexpr std::size_t kMostKinds = 4096;
+constexpr std::size_t kMostCached = 4096;
 
 /// Returns the cached value of a key, or computes it with `find()`.
 template <class Value, class Find>
-Value found_before(const Key& key, const Find& find) {
+Value find_cached(const Key& key, const Find& find) {
   static std::mutex mutex;
   static auto& all = *new std::map<Key, Value>;  // never destroyed: launches may outlive static objects
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (const auto known = all.find(key); known != all.end()) return known->second;
+    if (const auto entry = all.find(key); entry != all.end()) return entry->second;
   }
-  const Value found = find();
+  const Value value = find();
   const std::lock_guard<std::mutex> lock(mutex);
-  if (all.size() >= kMostKinds) all.clear();
-  all.emplace(key, found);
-  return found;
+  if (all.size() >= kMostCached) all.clear();
+  all.emplace(key, value);
+  return value;
 }
 
 }  // namespace
 
 Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                   Kernel kernel, Places places, const Device& device, Region& region) {
-  const Key key = key_of(problem, rows, columns, kernel, places, device);
-  const Found found = found_before<Found>(key, [&] {
-    Found result{};
-    result.status = choose_region(problem, rows, columns, kernel, places, device, result.region);
+                   Kernel kernel, Coverage coverage, const Device& device, Region& region) {
+  const Key key = key_of(problem, rows, columns, kernel, coverage, device);
+  const CachedRegion cached = find_cached<CachedRegion>(key, [&] {
+    CachedRegion result{};
+    result.status = choose_region(problem, rows, columns, kernel, coverage, device, result.region);
     return result;
   });
-  region = found.region;
-  return found.status;
+  region = cached.region;
+  return cached.status;
 }
 
-RingShape find_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device) {
+RingShape find_gradient_ring(const Problem& problem, Coverage coverage, RingLoads loads, const Device& device) {
   constexpr std::int64_t kAnyTile[kRank] = {};
-  Key key = key_of(problem, kAnyTile, kAnyTile, Kernel::kKeyValueGradient, places, device);
+  Key key = key_of(problem, kAnyTile, kAnyTile, Kernel::kKeyValueGradient, coverage, device);
   key.push_back(static_cast<std::int64_t>(loads));
-  return found_before<RingShape>(key, [&] {
-    RingShape ring = choose_gradient_ring(problem, places, loads, device);
+  return find_cached<RingShape>(key, [&] {
+    RingShape ring = choose_gradient_ring(problem, coverage, loads, device);
     balance_ring(problem, Kernel::kKeyValueGradient, device, ring);
     return ring;
   });
 }
 
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                    Kernel kernel, Places places, RingLoads loads, const Device& device) {
-  Key key = key_of(problem, rows, columns, kernel, places, device);
+                    Kernel kernel, Coverage coverage, RingLoads loads, const Device& device) {
+  Key key = key_of(problem, rows, columns, kernel, coverage, device);
   key.push_back(static_cast<std::int64_t>(loads));
-  return found_before<RingShape>(key, [&] {
+  return find_cached<RingShape>(key, [&] {
     Region region{};
-    const Status status = choose_region(problem, rows, columns, kernel, places, device, region);
+    const Status status = choose_region(problem, rows, columns, kernel, coverage, device, region);
     if (status.failed()) return RingShape{};
-    RingShape ring = choose_ring_before(region, problem, rows, columns, kernel, places, loads, device);
+    RingShape ring = choose_faster_ring(region, problem, rows, columns, kernel, coverage, loads, device);
     balance_ring(problem, kernel, device, ring);
     return ring;
   });

@@ -35,9 +35,9 @@ std::int64_t share_entries(const Problem& problem, Kernel kernel, const Device& 
   // Number of consecutive query heads that always belong to the same piece of a group.
   const std::int64_t together = kernel == Kernel::kKeyValueGradient ? problem.heads_per_kv() : 1;
   const std::int64_t items = std::int64_t{p.entries_of_cta} * p.heads,
-                     looks = divide_up(problem.batch, p.entries_of_cta);
+                     entry_sets = divide_up(problem.batch, p.entries_of_cta);
   const std::int64_t most = std::min(
-      items, items_of_plan(kernel, compiled_head_dim(problem), p.region, device, p.region.count * looks * items));
+      items, items_of_plan(kernel, compiled_head_dim(problem), p.region, device, p.region.count * entry_sets * items));
   p.region.items_of_cta = static_cast<int>(divide_up(most, together) * together);
   // The last piece of each group may be smaller than the others, so that more groups mean more pieces. To estimate the
   // number of groups, assume that a group has kEntriesOfGroup entries.
@@ -46,21 +46,21 @@ std::int64_t share_entries(const Problem& problem, Kernel kernel, const Device& 
   if (pieces > 1) pieces += divide_up(p.entries_of_cta, kEntriesOfGroup);
   p.by_pieces = cutlass::FastDivmod(static_cast<int>(pieces));
   p.by_items = cutlass::FastDivmod(p.region.items_of_cta);
-  return looks * pieces;
+  return entry_sets * pieces;
 }
 
 }  // namespace
 
-Places places_of(const Arrays& arrays) {
-  if (arrays.layouts != nullptr) return Places::kOfEntries;
-  return arrays.origins != nullptr ? Places::kParts : Places::kComplete;
+Coverage coverage_of(const Arrays& arrays) {
+  if (arrays.layouts != nullptr) return Coverage::kPerEntry;
+  return arrays.origins != nullptr ? Coverage::kParts : Coverage::kComplete;
 }
 
 Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                        Kernel kernel, const Arrays& arrays, const Device& device, cudaStream_t stream, CommonParams& p,
                        LaunchShape& shape) {
   const bool has_layouts = arrays.layouts != nullptr;
-  const Places places = places_of(arrays);
+  const Coverage coverage = coverage_of(arrays);
   if (has_layouts && problem.has_relative_bias) {
     return Status::invalid_argument("relative_bias and layouts were both given, but the kernels take either");
   }
@@ -71,7 +71,7 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
     return Status::invalid_argument(
         "the form for small windows takes dimensions that wrap, or else layouts, relative_bias or key_bias");
   }
-  NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, places, device, p.region));
+  NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, coverage, device, p.region));
   const std::int64_t items = problem.batch * problem.heads;
   p.exponent_scale = problem.scale.of_all * kLog2E;
   p.is_plain = arrays.origins == nullptr;

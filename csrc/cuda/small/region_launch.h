@@ -15,8 +15,8 @@
 
 namespace natten_jax::small {
 
-/// Returns the position of a call's arrays in the layout.
-Places places_of(const Arrays& arrays);
+/// Returns the part of the layout that a call's arrays cover.
+Coverage coverage_of(const Arrays& arrays);
 
 /// Fills in a problem's sizes for any kernel, including the kernels of additional tokens' gradients.
 template <class Params>

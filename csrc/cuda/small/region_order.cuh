@@ -6,14 +6,14 @@
 namespace natten_jax::small {
 
 /// Position of a region in each dimension: its dilation group, and its index in this group.
-struct RegionPlace {
+struct RegionPosition {
   int residue[kRank], number[kRank];
 };
 
 /// Returns the position of region `id`. The regions that a seam cuts come first, because they take longer
 /// (region_order.h). In index order, the cut regions at the lower edge of an image would come last, and most SMs would
 /// be idle while the last CTAs compute them.
-CUTE_DEVICE RegionPlace find_cut_regions_first(const CommonParams& p, int id) {
+CUTE_DEVICE RegionPosition find_cut_regions_first(const CommonParams& p, int id) {
   // The order: regions cut in dimension 0, then regions cut in dimension 1 but not in dimension 0, then regions cut
   // only in dimension 2, and then all other regions.
   int first[kRank] = {}, count[kRank];
@@ -29,7 +29,7 @@ CUTE_DEVICE RegionPlace find_cut_regions_first(const CommonParams& p, int id) {
     first[d] = cut;
     count[d] = all - cut;
   }
-  RegionPlace result;
+  RegionPosition result;
   CUTE_UNROLL
   for (int d = 0; d < kRank; ++d) {
     const int next = id / count[d];

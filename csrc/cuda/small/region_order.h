@@ -27,12 +27,13 @@ inline SeamRegions seam_regions(const Axis& axis, std::int64_t rows, int regions
   const Window& window = axis.window;
   if (window.ends != Ends::kWrap) return {};
   const std::int64_t length = axis.kv.extent / window.dilation;
-  const auto seen = [&](std::int64_t row) {
+  const auto visible_range = [&](std::int64_t row) {
     return rows_are_keys ? inverse_window_bounds(window, row, length, length) : window_bounds(window, row, length);
   };
   int first = 0, last = 0;
-  while (first < regions && seen(first * rows).begin < 0) ++first;
-  while (first + last < regions && seen(smaller<std::int64_t>((regions - last) * rows, length) - 1).end > length) {
+  while (first < regions && visible_range(first * rows).begin < 0) ++first;
+  while (first + last < regions &&
+         visible_range(smaller<std::int64_t>((regions - last) * rows, length) - 1).end > length) {
     ++last;
   }
   return {first + last, last};

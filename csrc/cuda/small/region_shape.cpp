@@ -22,7 +22,7 @@ constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
 
 /// Returns a * b * c without overflow. Returns kMostRows if a factor or a * b is at least kMostRows, and the product is
 /// not zero.
-std::int64_t counted(std::int64_t a, std::int64_t b, std::int64_t c) {
+std::int64_t saturated_product(std::int64_t a, std::int64_t b, std::int64_t c) {
   if (a == 0 || b == 0 || c == 0) return 0;
   return a >= kMostRows || b >= kMostRows || c >= kMostRows || a * b >= kMostRows ? kMostRows : a * b * c;
 }
@@ -37,7 +37,7 @@ bool choose_dimensions(const Side (&sides)[kRank], const std::int64_t (&rows)[kR
                        const std::int64_t (&columns)[kRank], int (&dimension)[kRank]) {
   std::array<int, kRank> order{2, 1, 0};
   // Dimensions along which a group extends come first. Within these two sets, dimensions with more groups come first.
-  const auto groups = [&](int d) { return divide_up(sides[d].seen(rows[d]), columns[d]); };
+  const auto groups = [&](int d) { return divide_up(sides[d].visible_columns(rows[d]), columns[d]); };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
     if ((columns[a] > 1) != (columns[b] > 1)) return columns[a] > 1;
     return groups(a) > groups(b);
@@ -88,14 +88,14 @@ struct TiledDimensions {
 
 /// Fills in the layout of the table of a relative bias.
 void lay_out_table(const Problem& problem, Region& region) {
-  const TiledDimensions of(region);
-  const BiasTable table(problem.axes, of.tile, of.group);
-  const auto counted_entries = [](std::int64_t entries) {
+  const TiledDimensions tiled(region);
+  const BiasTable table(problem.axes, tiled.tile, tiled.group);
+  const auto clamped_entries = [](std::int64_t entries) {
     return static_cast<int>(std::min(entries, kMostBiasEntries + 1));
   };
-  region.table_entries = counted_entries(table.entries);
-  region.gradients = counted_entries(table.gradients);
-  for (int i = 0; i < kRank; ++i) region.table_pitch[i] = counted_entries(table.pitch[region.dimension[i]]);
+  region.table_entries = clamped_entries(table.entries);
+  region.gradients = clamped_entries(table.gradients);
+  for (int i = 0; i < kRank; ++i) region.table_pitch[i] = clamped_entries(table.pitch[region.dimension[i]]);
   for (const bool rows_are_keys : {false, true}) {
     const int bytes = rows_are_keys ? -kBytesOfEntry : kBytesOfEntry;
     region.next_entry[rows_are_keys] = bytes * region.table_pitch[region.group[0] > 1 ? 0 : 1];
@@ -113,9 +113,9 @@ bool lay_out_sums(const Problem& problem, const std::int64_t (&groups)[kRank], R
   for (int i = 0; i < kRank; ++i) {
     if (region.tile[i] > 1 && problem.axes[region.dimension[i]].query.extent == 1) return false;
   }
-  const TiledDimensions of(region);
-  const RecordLayout record(problem.axes, of.tile, region.dimension[region.group[0] > 1 ? 0 : 1]);
-  region.record = static_cast<int>(most_numbers(problem.axes, of.tile, of.group));
+  const TiledDimensions tiled(region);
+  const RecordLayout record(problem.axes, tiled.tile, region.dimension[region.group[0] > 1 ? 0 : 1]);
+  region.record = static_cast<int>(most_numbers(problem.axes, tiled.tile, tiled.group));
   std::int64_t margin = 0, last_entry = 0, last_sum = 0;
   for (int i = 0; i < kRank; ++i) {
     const std::int64_t pitch = region.table_pitch[i], sum_pitch = record.pitch[region.dimension[i]];
@@ -152,9 +152,9 @@ Status begin_region(const Problem& problem, const Side (&sides)[kRank], const st
                                     std::to_string(kLargestBiasedHeadDim) + " dimensions and no relative_bias");
   }
   // Kernels use 32-bit indices for the rows of arrays.
-  for (const std::int64_t rows_of_array : {counted(problem.batch, problem.queries(), problem.heads),
-                                           counted(problem.batch, problem.keys(), problem.heads_kv),
-                                           counted(problem.batch, problem.additional_kv, problem.heads_kv)}) {
+  for (const std::int64_t rows_of_array : {saturated_product(problem.batch, problem.queries(), problem.heads),
+                                           saturated_product(problem.batch, problem.keys(), problem.heads_kv),
+                                           saturated_product(problem.batch, problem.additional_kv, problem.heads_kv)}) {
     if (rows_of_array >= kMostRows) {
       return Status::invalid_argument("the form for small windows takes arrays of less than 2^31 tokens and heads");
     }
@@ -184,12 +184,13 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
     const std::int64_t rows = std::int64_t{region.tile[i]} * region.tiles[i];
     region.warps *= region.tiles[i];
     region.regions[i] = static_cast<int>(divide_up(side.rows(), rows));
-    region.count = counted(region.count, side.axis.window.dilation, region.regions[i]);
-    box[i] = side.seen(region.tile[i], region.tiles[i]);
-    const std::int64_t seen = side.seen(region.tile[i]);
+    region.count = saturated_product(region.count, side.axis.window.dilation, region.regions[i]);
+    box[i] = side.visible_columns(region.tile[i], region.tiles[i]);
+    const std::int64_t visible = side.visible_columns(region.tile[i]);
     // In the kernel of whole layouts, a warp owns 16 keys in addition to 16 queries.
-    const Side keys{side.axis, true, Places::kComplete};
-    groups[i] = divide_up(is_whole ? std::max(seen, keys.seen(region.tile[i])) : seen, region.group[i]);
+    const Side keys{side.axis, true, Coverage::kComplete};
+    groups[i] =
+        divide_up(is_whole ? std::max(visible, keys.visible_columns(region.tile[i])) : visible, region.group[i]);
     mean_groups[i] = side.mean_groups(region.tile[i], region.group[i]);
     if (is_whole && region.regions[i] > 1) return false;
   }
@@ -217,14 +218,14 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   };
   take(shared.box_state, region.has_boxes ? kAlignment : 0);
   take(shared.batch_entries, sides[0].has_origins() ? kEntryStateBytes : 0);
-  take(shared.places, region.has_boxes && !wraps(problem) ? 0 : 8 * plane * box[2]);
+  take(shared.column_offsets, region.has_boxes && !wraps(problem) ? 0 : 8 * plane * box[2]);
   take(shared.offsets, 4 * plans * region.warps * entries);
   // If keys are rows, their biases are in registers.
   const bool has_key_bias = problem.has_key_bias && kernel != Kernel::kKeyValueGradient;
   take(shared.entries, problem.has_relative_bias || has_key_bias ? 4 * plans * region.warps * entries : 0);
   take(shared.key_bias, has_key_bias ? kKeyBiasBytes * region.warps * entries : 0);
   take(shared.masks, 32 * plans * region.warps * entries);
-  take(shared.row_places, 4 * kRows * region.warps);
+  take(shared.row_indices, 4 * kRows * region.warps);
   const bool has_sums =
       problem.has_relative_bias && (kernel == Kernel::kQueryGradient || kernel == Kernel::kWholeGradient);
   take(shared.sums, has_sums ? bytes_of_sums(region.record) * region.warps : 0);
@@ -238,7 +239,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   // With boxes, the row buffers are separate from the stages. Most kernels then load the next rows while they write
   // results, and need one more buffer per warp for the results.
   const bool has_results =
-      region.has_boxes && !has_results_in_rows(kernel, sides[0].places == Places::kOfEntries) &&
+      region.has_boxes && !has_results_in_rows(kernel, sides[0].coverage == Coverage::kPerEntry) &&
       !(kernel == Kernel::kQueryGradient && has_sums && has_results_in_sums(region.record, head_dim));
   const std::int64_t row_bytes =
       (kRowBuffers[static_cast<int>(kernel)] + has_results) * region.warps * kRows * 2 * head_dim;
@@ -277,7 +278,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   // Estimate a number between the mean and the maximum, because the warps of a CTA wait for the warp with the most
   // pairs.
   region.pairs = (mean_pairs + static_cast<double>(lines * line_pairs)) / 2 + static_cast<double>(additional_pairs);
-  region.table = static_cast<int>(entries);
+  region.table_capacity = static_cast<int>(entries);
   region.stages = stages;
   region.ctas = std::min(device.shared_memory_multiprocessor / (region.shared.bytes + device.shared_memory_reserved),
                          resident_warps(kernel, head_dim) / region.warps);

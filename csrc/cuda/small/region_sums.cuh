@@ -34,7 +34,7 @@ class RegionSums {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_bytes = bytes_of_sums_row(region.record);
     std::uint32_t rows = shared_address(raw_) + region.shared.sums + warp * bytes_of_sums(region.record) +
                          lane % 16 * row_bytes + lane / 16 * 16,
-                  sums = shared_address(of_warp(warp)) + lane / 4 * 16;
+                  sums = shared_address(warp_sums(warp)) + lane / 4 * 16;
     std::uint32_t b[2], r[4];
     columns_of_rows<Element>(b, tile);
     __syncwarp();
@@ -73,7 +73,7 @@ class RegionSums {
     const unsigned with_rows =
         __ballot_sync(0xffffffffu, lane < warps && least_of(min(lane, warps - 1))[0] != kNowhere);
     const int first = __popc(with_rows & ((1u << warp) - 1)) * 32 + lane, step = __popc(with_rows) * 32;
-    float* const to = p_.table_records + items.place_of_sum(p_) * region.gradients;
+    float* const to = p_.table_records + items.sum_index(p_) * region.gradients;
     CUTE_NO_UNROLL
     for (int entry = first; entry < region.gradients; entry += step) {
       int offset[kRank];
@@ -85,9 +85,9 @@ class RegionSums {
       for (int i = 0; i < warps; ++i) {
         const int4 least = *reinterpret_cast<const int4*>(least_of(i));
         const int least_offset[] = {least.x, least.y, least.z};
-        int place;
-        if (p_.table_box.find(offset, least_offset, place) & is_offset) {
-          result += of_warp(i)[place_of(place)] + of_warp(i)[place_of(place + 1) + 1];
+        int index;
+        if (p_.table_box.find(offset, least_offset, index) & is_offset) {
+          result += warp_sums(i)[number_index(index)] + warp_sums(i)[number_index(index + 1) + 1];
         }
       }
       to[entry] = result;
@@ -97,7 +97,7 @@ class RegionSums {
  private:
   /// Zeroes a warp's sums.
   CUTE_DEVICE void clear() const {
-    float4* const sums = reinterpret_cast<float4*>(of_warp(threadIdx.x / 32));
+    float4* const sums = reinterpret_cast<float4*>(warp_sums(threadIdx.x / 32));
     for (int i = threadIdx.x % 32; i < p_.region.record / 2; i += 32) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     __syncwarp();
   }
@@ -110,15 +110,15 @@ class RegionSums {
 
   /// Returns the index of a number's sum over the rows that are stored in place. The next element is the number's sum
   /// over late rows.
-  CUTE_DEVICE static unsigned place_of(unsigned number) {
+  CUTE_DEVICE static unsigned number_index(unsigned number) {
     return number / kRecordStep * (2 * kRecordStep) + number % kColumns * 4 + number / kColumns % 2 * 2;
   }
 
-  CUTE_DEVICE float* of_warp(int warp) const {
+  CUTE_DEVICE float* warp_sums(int warp) const {
     return reinterpret_cast<float*>(raw_ + p_.region.shared.region_sums) +
            2 * warp * (p_.region.record + kRecordHeader);
   }
-  CUTE_DEVICE int* least_of(int warp) const { return reinterpret_cast<int*>(of_warp(warp) + 2 * p_.region.record); }
+  CUTE_DEVICE int* least_of(int warp) const { return reinterpret_cast<int*>(warp_sums(warp) + 2 * p_.region.record); }
 
   const WholeBiasParams& p_;
   char* raw_;

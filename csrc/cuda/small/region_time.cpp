@@ -16,18 +16,18 @@ constexpr int kMostRounds = 4;
 
 /// Cost model of the work on an SM. Costs are times in nanoseconds, unless a field is described otherwise.
 struct Costs {
-  double tile;     ///< Fixed time of a tile, for heads of 32.
-  double pair;     ///< Time of a pair of groups, for heads of 32.
-  double column;   ///< Time to load or store a token of two arrays, for heads of 32.
-  double exposed;  ///< Relative extra time of `column` and `item` on an SM with a single CTA that has a single stage.
-  double waiting;  ///< Factor on the time of a tile if its warp is the only one on the SM.
-  double uneven;   ///< Weight of the imbalance of warps between the four partitions of an SM.
-  double staged;   ///< Effect of a second stage on the overlap of loads, relative to the effect of another CTA.
-  double plan;     ///< Time of a plan, per warp of the CTA.
-  double of_64;    ///< Factor on `tile` and `pair` for heads of 64.
-  double of_128;   ///< Factor on `tile` and `pair` for heads of 128.
-  double item;     ///< Fixed time of an item of a CTA.
-  double stage;    ///< Time to start a second stage, per plan.
+  double tile;       ///< Fixed time of a tile, for heads of 32.
+  double pair;       ///< Time of a pair of groups, for heads of 32.
+  double column;     ///< Time to load or store a token of two arrays, for heads of 32.
+  double exposed;    ///< Relative extra time of `column` and `item` on an SM with a single CTA that has a single stage.
+  double waiting;    ///< Factor on the time of a tile if its warp is the only one on the SM.
+  double uneven;     ///< Weight of the imbalance of warps between the four partitions of an SM.
+  double staged;     ///< Effect of a second stage on the overlap of loads, relative to the effect of another CTA.
+  double plan;       ///< Time of a plan, per warp of the CTA.
+  double factor_64;  ///< Factor on `tile` and `pair` for heads of 64.
+  double factor_128;  ///< Factor on `tile` and `pair` for heads of 128.
+  double item;        ///< Fixed time of an item of a CTA.
+  double stage;       ///< Time to start a second stage, per plan.
 };
 
 /// Time of an almost empty launch, in nanoseconds.
@@ -55,10 +55,10 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
   return {};
 }
 
-/// Like costs_of, for problems for which rings may be faster: windows of 100 to 400 keys (is_timed_beside_rings). These
-/// costs were fitted to the times of 3,000 regions of 200 problems on an H100. The costs above gave estimates that were
-/// up to a quarter too short, especially for launches with few CTAs.
-constexpr Costs costs_beside_rings(Kernel kernel, bool has_boxes) {
+/// Like costs_of, for problems for which rings may be faster: windows of 100 to 400 keys (is_timed_against_rings).
+/// These costs were fitted to the times of 3,000 regions of 200 problems on an H100. The costs above gave estimates
+/// that were up to a quarter too short, especially for launches with few CTAs.
+constexpr Costs costs_against_rings(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
       return has_boxes ? Costs{97.1, 16, 0.0579, 15, 3.1, 0.413, 11.6, 174, 1.32, 1.99, 35.1, 494}
@@ -82,9 +82,9 @@ constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 /// Costs of per-entry layouts, measured with a batch of four images on an H200. Half of the tokens were padding.
 /// - kRealItems: fraction of a CTA's items that are not padding.
 /// - kPlansOfEntries: number of plans of a CTA.
-/// - kLook: extra time of a plan, in nanoseconds, if the SM has a single CTA. In this time, the CTA examines its batch
-///   entries, and waits for its first loads.
-constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kLook = 5000;
+/// - kPlanOverhead: extra time of a plan, in nanoseconds, if the SM has a single CTA. In this time, the CTA examines
+///   its batch entries, and waits for its first loads.
+constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kPlanOverhead = 5000;
 
 /// Returns the cost of an additional plan as a multiple of the time of a plan. A group of batch entries needs an
 /// additional plan if a CTA processes only a part of the group's items. Fitted on an H100 to the best numbers of items
@@ -104,7 +104,7 @@ constexpr double row_tokens(Kernel kernel) {
 }  // namespace
 
 Shares share_items(std::int64_t items, const Region& region, const Device& device) {
-  const auto chunks_of = [&](std::int64_t each) { return divide_up(items, each); };
+  const auto chunks_of = [&](std::int64_t items_per_cta) { return divide_up(items, items_per_cta); };
   const auto regions = static_cast<double>(region.count);
   const double slots = static_cast<double>(device.multiprocessors) * std::max(region.ctas, 1);
   double least = std::numeric_limits<double>::max();
@@ -113,12 +113,12 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
   for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
     const double fitting = std::min(rounds * slots / regions, static_cast<double>(std::min(items, kMostChunks)));
     for (const double chunks : {std::floor(fitting), std::ceil(fitting)}) {
-      const std::int64_t each = chunks_of(std::max<std::int64_t>(static_cast<std::int64_t>(chunks), 1));
-      const double ctas = std::ceil(regions * static_cast<double>(chunks_of(each)) / device.multiprocessors);
-      const double time = ctas * (static_cast<double>(each) + .5);
+      const std::int64_t items_per_cta = chunks_of(std::max<std::int64_t>(static_cast<std::int64_t>(chunks), 1));
+      const double ctas = std::ceil(regions * static_cast<double>(chunks_of(items_per_cta)) / device.multiprocessors);
+      const double time = ctas * (static_cast<double>(items_per_cta) + .5);
       if (time >= least) continue;
       least = time;
-      best = {each, ctas};
+      best = {items_per_cta, ctas};
     }
   }
   return best;
@@ -130,11 +130,11 @@ namespace {
 struct CtaTime {
   double item, plan;
 
-  CtaTime(Kernel kernel, int head_dim, Places places, const Region& region, double resident, bool is_beside_rings) {
-    const Costs costs = (is_beside_rings ? costs_beside_rings : costs_of)(kernel, region.has_boxes);
+  CtaTime(Kernel kernel, int head_dim, Coverage coverage, const Region& region, double resident, bool has_ring_costs) {
+    const Costs costs = (has_ring_costs ? costs_against_rings : costs_of)(kernel, region.has_boxes);
     const double width = head_dim / 32., warps = region.warps * resident,
                  unevenness = std::ceil(warps / 4) * 4 / warps - 1;
-    const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.of_64 : costs.of_128;
+    const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.factor_64 : costs.factor_128;
     // If its warp is the only one on the SM, a tile takes about `waiting` times as long as with many warps. In the
     // kernel of whole layouts, a relative bias may leave room for few warps only, because of the shared memory for its
     // sums. Without a relative bias, there are always enough warps.
@@ -150,18 +150,18 @@ struct CtaTime {
                            (1 + costs.exposed / overlap);
     item = region.warps * tile + loading;
     plan = region.warps * costs.plan + costs.stage * (region.stages - 1);
-    if (places == Places::kOfEntries) plan += kLook / (resident * resident);
+    if (coverage == Coverage::kPerEntry) plan += kPlanOverhead / (resident * resident);
   }
 };
 
 }  // namespace
 
-double estimate(Kernel kernel, int head_dim, Places places, const Region& region, const Shares& shares,
-                bool is_beside_rings) {
+double estimate(Kernel kernel, int head_dim, Coverage coverage, const Region& region, const Shares& shares,
+                bool has_ring_costs) {
   const double resident = std::min(shares.ctas, 1. * std::max(region.ctas, 1));
-  const CtaTime time(kernel, head_dim, places, region, resident, is_beside_rings);
+  const CtaTime time(kernel, head_dim, coverage, region, resident, has_ring_costs);
   double items = static_cast<double>(shares.items_of_cta), plans = 1;
-  if (places == Places::kOfEntries) {
+  if (coverage == Coverage::kPerEntry) {
     items *= kRealItems;
     plans = kPlansOfEntries;
   }
@@ -171,9 +171,10 @@ double estimate(Kernel kernel, int head_dim, Places places, const Region& region
 std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, const Device& device,
                            std::int64_t items) {
   const double resident = std::max(region.ctas, 1),
-               of_slot = kRealItems * static_cast<double>(items) / (resident * device.multiprocessors);
-  const CtaTime time(kernel, head_dim, Places::kOfEntries, region, resident, false);
-  return std::max<std::int64_t>(std::llround(std::sqrt(2 * of_slot * another_plan(kernel) * time.plan / time.item)), 1);
+               slot_items = kRealItems * static_cast<double>(items) / (resident * device.multiprocessors);
+  const CtaTime time(kernel, head_dim, Coverage::kPerEntry, region, resident, false);
+  return std::max<std::int64_t>(std::llround(std::sqrt(2 * slot_items * another_plan(kernel) * time.plan / time.item)),
+                                1);
 }
 
 double estimate_additional(const Problem& problem, const Device& device) {

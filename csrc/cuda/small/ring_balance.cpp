@@ -17,16 +17,16 @@ constexpr std::int64_t kMostRounds = 32;
 std::vector<double> blocks_of_strips(const Problem& problem, Kernel kernel, const RingShape& shape, int i) {
   const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
   const Span span{problem.axes[shape.dimension[i]], rows_are_keys};
-  const std::int64_t rows = shape.rows[i], beside = shape.beside[i],
-                     of_block = i == 0            ? shape.wide
-                                : shape.thick > 1 ? 1
-                                                  : kBlockKeys / shape.wide;
+  const std::int64_t rows = shape.rows[i], adjacent = shape.adjacent[i],
+                     block_extent = i == 0            ? shape.wide
+                                    : shape.thick > 1 ? 1
+                                                      : kBlockKeys / shape.wide;
   std::vector<double> result;
-  for (std::int64_t strip = 0; strip < span.length(); strip += rows * beside) {
+  for (std::int64_t strip = 0; strip < span.length(); strip += rows * adjacent) {
     // If rows are queries, the work is the same for all strips: every warp reads the same number of blocks, even at an
     // edge of the layout.
-    const StripBlocks seen(span, strip, rows, beside, of_block, shape.phase[i]);
-    result.push_back(rows_are_keys ? static_cast<double>(seen.of_all) : 1);
+    const StripBlocks strip_blocks(span, strip, rows, adjacent, block_extent, shape.phase[i]);
+    result.push_back(rows_are_keys ? static_cast<double>(strip_blocks.total) : 1);
   }
   return result;
 }
@@ -34,7 +34,7 @@ std::vector<double> blocks_of_strips(const Problem& problem, Kernel kernel, cons
 }  // namespace
 
 void balance_ring(const Problem& problem, Kernel kernel, const Device& device, RingShape& shape) {
-  shape.turn = 0;
+  shape.rotation = 0;
   const std::int64_t ctas = device.multiprocessors, heads = problem.heads,
                      units = problem.batch * heads * shape.strips[0] * shape.strips[1] * shape.segments;
   if (shape.warps == 0 || units <= ctas || units > kMostRounds * ctas) return;
@@ -54,19 +54,19 @@ void balance_ring(const Problem& problem, Kernel kernel, const Device& device, R
         static_cast<double>(steps) * (average + across[unit % shape.strips[0]] * inside[inner % shape.strips[1]]);
   }
   double least = std::numeric_limits<double>::max();
-  for (std::int64_t turn = 0; turn < ctas; ++turn) {
+  for (std::int64_t rotation = 0; rotation < ctas; ++rotation) {
     double longest = 0;
     for (std::int64_t cta = 0; cta < ctas && longest < least; ++cta) {
       double time = 0;
       for (std::int64_t round = 0; round * ctas < units; ++round) {
-        const std::int64_t unit = round * ctas + (cta + round * turn) % ctas;
+        const std::int64_t unit = round * ctas + (cta + round * rotation) % ctas;
         if (unit < units) time += times[unit];
       }
       longest = std::max(longest, time);
     }
     if (longest >= least) continue;
     least = longest;
-    shape.turn = static_cast<int>(turn);
+    shape.rotation = static_cast<int>(rotation);
   }
 }
 

@@ -62,9 +62,9 @@ CUTE_DEVICE void arrive_at(std::uint64_t& barrier) {
 template <RingLoads kLoads, bool kStores = false>
 struct RingBarriers {
   static constexpr int kMostWarps = 16;
-  static constexpr bool kHasBoxes = kLoads == RingLoads::kBoxes, kIsOfLanes = !kHasBoxes || kStores;
-  static constexpr int kOfWarp = kIsOfLanes ? 32 : 1;  // arrivals of a compute warp in each phase
-  static constexpr int kOfLoader = kHasBoxes ? 1 + (kStores ? 32 : 0) : 32;
+  static constexpr bool kHasBoxes = kLoads == RingLoads::kBoxes, kLanesArrive = !kHasBoxes || kStores;
+  static constexpr int kWarpArrivals = kLanesArrive ? 32 : 1;  // arrivals of a compute warp in each phase
+  static constexpr int kLoaderArrivals = kHasBoxes ? 1 + (kStores ? 32 : 0) : 32;
 
   std::uint64_t full[kMostRingSlots], empty[kMostRingSlots];
   std::uint64_t has_tile[kMostWarps], has_room[kMostWarps];
@@ -73,27 +73,27 @@ struct RingBarriers {
   CUTE_DEVICE void init(const RingShape& shape) {
     CUTE_NO_UNROLL
     for (int i = 0; i < shape.slots; ++i) {
-      init_barrier(full[i], kOfLoader * ring_loaders(kLoads));
-      init_barrier(empty[i], kOfWarp * shape.warps);
+      init_barrier(full[i], kLoaderArrivals * ring_loaders(kLoads));
+      init_barrier(empty[i], kWarpArrivals * shape.warps);
     }
     CUTE_NO_UNROLL
     for (int i = 0; i < shape.warps; ++i) {
       init_barrier(has_tile[i], kHasBoxes ? 1 : 32);
-      init_barrier(has_room[i], kOfWarp);
+      init_barrier(has_room[i], kWarpArrivals);
     }
   }
 
   /// True if the lane has to arrive at a barrier when its warp has read a buffer.
-  CUTE_DEVICE static bool is_arriving() { return kIsOfLanes || threadIdx.x % 32 == 0; }
+  CUTE_DEVICE static bool is_arriving() { return kLanesArrive || threadIdx.x % 32 == 0; }
 
   /// If one lane arrives for its warp, orders the reads of the whole warp before this arrival.
-  CUTE_DEVICE static void meet() {
-    if constexpr (!kIsOfLanes) __syncwarp();
+  CUTE_DEVICE static void sync_reads() {
+    if constexpr (!kLanesArrive) __syncwarp();
   }
 
-  /// Calls meet(), and returns is_arriving(). All lanes have to call it.
+  /// Calls sync_reads(), and returns is_arriving(). All lanes have to call it.
   CUTE_DEVICE static bool arrives() {
-    meet();
+    sync_reads();
     return is_arriving();
   }
 };

@@ -19,12 +19,12 @@ CUTE_DEVICE float load_float(std::uint32_t address) {
 template <class Params, bool kHasBias>
 class RingRelativeBias {
  public:
-  struct OfSlab {
+  struct SlabBiases {
     CUTE_DEVICE void load(float (&)[2][4]) const {}
     CUTE_DEVICE void next_block() const {}
     CUTE_DEVICE void next_group(int) const {}
   };
-  struct OfStep {
+  struct StepBiases {
     CUTE_DEVICE float add(float product, int, const int (&)[kRank]) const { return product; }
   };
 
@@ -32,9 +32,9 @@ class RingRelativeBias {
   template <class Masks>
   CUTE_DEVICE void enter(const RingUnit&, const Masks&) const {}
   CUTE_DEVICE void start(int, int) const {}
-  CUTE_DEVICE OfSlab of_slab() const { return {}; }
+  CUTE_DEVICE SlabBiases slab_biases() const { return {}; }
   CUTE_DEVICE void next_slab() const {}
-  CUTE_DEVICE OfStep of_step(const RingUnit&, int) const { return {}; }
+  CUTE_DEVICE StepBiases step_biases(const RingUnit&, int) const { return {}; }
 };
 
 /// A table is indexed by the offset of a key from a query. If rows are queries, the address of an entry increases with
@@ -44,13 +44,13 @@ class RingRelativeBias {
 template <class Params>
 class RingRelativeBias<Params, true> {
   static constexpr bool kRowsAreKeys = Params::kKernel == Kernel::kKeyValueGradient;
-  static constexpr int kOfRows = kRowsAreKeys ? 1 : -1, kOfColumns = -kOfRows;
+  static constexpr int kRowSign = kRowsAreKeys ? 1 : -1, kColumnSign = -kRowSign;
 
  public:
   /// The lane's biases for a slab, block by block.
-  class OfSlab {
+  class SlabBiases {
    public:
-    CUTE_DEVICE OfSlab(const RingBias& bias, std::uint32_t at) : bias_(bias), at_(at) {}
+    CUTE_DEVICE SlabBiases(const RingBias& bias, std::uint32_t at) : bias_(bias), at_(at) {}
 
     /// Loads the biases of a block as the initial accumulators of its products of queries and keys.
     CUTE_DEVICE void load(float (&x)[2][4]) const {
@@ -58,11 +58,11 @@ class RingRelativeBias<Params, true> {
       for (int i = 0; i < 8; ++i) {
         const int h = i / 4, r = i / 2 % 2, e = i % 2;
         const int further = h * bias_.next_half + e * kRingEntryBytes;
-        x[h][2 * r + e] = load_float(at_ + kOfRows * r * bias_.next_row + kOfColumns * further);
+        x[h][2 * r + e] = load_float(at_ + kRowSign * r * bias_.next_row + kColumnSign * further);
       }
     }
-    CUTE_DEVICE void next_block() { at_ += kOfColumns * bias_.next_block; }
-    CUTE_DEVICE void next_group(int blocks) { at_ += kOfColumns * (bias_.next_group - blocks * bias_.next_block); }
+    CUTE_DEVICE void next_block() { at_ += kColumnSign * bias_.next_block; }
+    CUTE_DEVICE void next_group(int blocks) { at_ += kColumnSign * (bias_.next_group - blocks * bias_.next_block); }
 
    private:
     const RingBias& bias_;
@@ -88,51 +88,51 @@ class RingRelativeBias<Params, true> {
     const bool is_thick = shape.thick > 1;
     const int across = strip.across + group * shape.wide + (column & (shape.wide - 1)),
               inside = strip.inside + (is_thick ? 0 : inner * (kBlockKeys >> wide_shift) + behind);
-    first_ = of_rows(unit, table) + kOfColumns * (across * p_.bias.pitch[0] + inside * p_.bias.pitch[1] +
-                                                  (is_thick ? behind : 0) * p_.bias.pitch[2]);
+    first_ = row_address(unit, table) + kColumnSign * (across * p_.bias.pitch[0] + inside * p_.bias.pitch[1] +
+                                                       (is_thick ? behind : 0) * p_.bias.pitch[2]);
   }
 
   /// Starts a step. `first_key` is the coordinate along the strip of the first slab that the step sees.
   CUTE_DEVICE void start(int step, int first_key) {
-    at_ = first_ + kOfRows * (step * p_.shape.rows[2] - first_key) * p_.bias.pitch[2];
+    at_ = first_ + kRowSign * (step * p_.shape.rows[2] - first_key) * p_.bias.pitch[2];
   }
 
-  CUTE_DEVICE OfSlab of_slab() const { return {p_.bias, at_}; }
-  CUTE_DEVICE void next_slab() { at_ += kOfColumns * p_.bias.next_slab; }
+  CUTE_DEVICE SlabBiases slab_biases() const { return {p_.bias, at_}; }
+  CUTE_DEVICE void next_slab() { at_ += kColumnSign * p_.bias.next_slab; }
 
   /// Biases in a step of the current unit, for products that are recomputed.
-  class OfStep {
+  class StepBiases {
    public:
-    CUTE_DEVICE OfStep(const RingBias& bias, std::uint32_t of_rows) : bias_(bias), of_rows_(of_rows) {}
+    CUTE_DEVICE StepBiases(const RingBias& bias, std::uint32_t row_address) : bias_(bias), row_address_(row_address) {}
 
     /// Adds a bias to a product. `row` is 0 or 1 and selects one of the lane's two rows. `column` has the coordinates
     /// of the column.
     CUTE_DEVICE float add(float product, int row, const int (&column)[kRank]) const {
-      std::uint32_t at = of_rows_ + kOfRows * row * bias_.next_row;
+      std::uint32_t at = row_address_ + kRowSign * row * bias_.next_row;
       CUTE_UNROLL
-      for (int d = 0; d < kRank; ++d) at += kOfColumns * column[d] * bias_.pitch[d];
+      for (int d = 0; d < kRank; ++d) at += kColumnSign * column[d] * bias_.pitch[d];
       return product + load_float(at);
     }
 
     /// Adds biases to the visible products of a block, in the order of RingTile::for_blocks.
-    template <class Seen>
-    CUTE_DEVICE void add(float (&x)[2][4], int, int across, const Seen& is_seen) const {
+    template <class IsVisible>
+    CUTE_DEVICE void add(float (&x)[2][4], int, int across, const IsVisible& is_visible) const {
       CUTE_UNROLL
       for (int i = 0; i < 8; ++i) {
-        const int column[] = {across + i / 4 * kColumns + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2, is_seen.inside,
-                              is_seen.along};
+        const int column[] = {across + i / 4 * kColumns + static_cast<int>(threadIdx.x) % 4 * 2 + i % 2,
+                              is_visible.inside, is_visible.along};
         float& product = x[i / 4][i % 4];
-        if (is_seen(i)) product = add(product, i / 2 % 2, column);
+        if (is_visible(i)) product = add(product, i / 2 % 2, column);
       }
     }
 
    private:
     const RingBias& bias_;
-    std::uint32_t of_rows_;
+    std::uint32_t row_address_;
   };
-  CUTE_DEVICE OfStep of_step(const RingUnit& unit, int step) const {
+  CUTE_DEVICE StepBiases step_biases(const RingUnit& unit, int step) const {
     const int table = (units_ - 1) % p_.bias.tables;
-    return {p_.bias, of_rows(unit, table) + kOfRows * step * p_.shape.rows[2] * p_.bias.pitch[2]};
+    return {p_.bias, row_address(unit, table) + kRowSign * step * p_.shape.rows[2] * p_.bias.pitch[2]};
   }
 
  private:
@@ -140,26 +140,26 @@ class RingRelativeBias<Params, true> {
   /// one per round.
   CUTE_DEVICE void fill(int round) const {
     constexpr int kBarrier = 0;  // index among the named barriers that CUTLASS does not reserve
-    const int warps = p_.shape.warps, of_tables = p_.bias.tables, warp = ring_warp();
+    const int warps = p_.shape.warps, table_count = p_.bias.tables, warp = ring_warp();
     if constexpr (!kRowsAreKeys) {
       if (round == 0) clear();
     }
     cutlass::arch::NamedBarrier::sync(32 * warps, kBarrier);  // no warp reads the old tables anymore
     // Warps are distributed over the tables, so that entries of all tables are loaded at the same time.
-    const int table = warp % of_tables, number = unit_of_round(p_, round + table);
+    const int table = warp % table_count, number = unit_of_round(p_, round + table);
     if (number < p_.units) {
       const RingUnit unit(p_, number);
-      const int item = unit.batch * p_.heads + unit.head, step = 32 * ((warps - table + of_tables - 1) / of_tables);
-      const float* const given = p_.given.of(item, unit.head);
+      const int item = unit.batch * p_.heads + unit.head, step = 32 * ((warps - table + table_count - 1) / table_count);
+      const float* const given = p_.given.head_table(item, unit.head);
       const float scale = p_.scale.of(item).logits;
       const std::uint32_t to = tables() + p_.bias.first + kRingEntryBytes * table * p_.bias.entries;
 #pragma unroll 4
-      for (int offset = warp / of_tables * 32 + threadIdx.x % 32; offset < p_.given.offsets; offset += step) {
-        int plane, line, place;
-        p_.given.by_line(line, place, offset);
+      for (int offset = warp / table_count * 32 + threadIdx.x % 32; offset < p_.given.offsets; offset += step) {
+        int plane, line, index;
+        p_.given.by_line(line, index, offset);
         p_.by_lines(plane, line, line);
         const int entry =
-            plane * p_.bias.given_pitch[0] + line * p_.bias.given_pitch[1] + place * p_.bias.given_pitch[2];
+            plane * p_.bias.given_pitch[0] + line * p_.bias.given_pitch[1] + index * p_.bias.given_pitch[2];
         store_word(to + entry, __float_as_uint(GivenTable::product_of(__ldg(given + offset), scale)));
       }
     }
@@ -178,14 +178,14 @@ class RingRelativeBias<Params, true> {
 
   /// Returns the address of the table entry for the lane's first row in a strip's first step and for the column at
   /// coordinates 0. If a tile of queries begins outside of the layout, it is moved to the layout's last query.
-  CUTE_DEVICE std::uint32_t of_rows(const RingUnit& unit, int table) const {
+  CUTE_DEVICE std::uint32_t row_address(const RingUnit& unit, int table) const {
     int row[kRank];
     first_row(p_, unit, ring_warp(), row);
     std::uint32_t result = tables() + p_.bias.center + kRingEntryBytes * table * p_.bias.entries;
     CUTE_UNROLL
     for (int d = 0; d < kRank; ++d) {
       const int first = kRowsAreKeys ? row[d] : min(row[d], p_.axis[d].query_extent - 1);
-      result += kOfRows * (first + place_of_row(p_.shape, threadIdx.x % 32 / 4, d)) * p_.bias.pitch[d];
+      result += kRowSign * (first + row_coordinate(p_.shape, threadIdx.x % 32 / 4, d)) * p_.bias.pitch[d];
     }
     return result;
   }

@@ -31,10 +31,10 @@ inline int ring_bias_line(const Problem& problem, const RingShape& shape) {
     rows[order[i]] = shape.rows[i];
     columns[order[i]] = i == 0 ? wide : i == next ? high : 1;
   }
-  const std::int64_t own = 2 * offsets.reach[order[0]] + 1;
-  std::int64_t best = own;
+  const std::int64_t shortest = 2 * offsets.reach[order[0]] + 1;
+  std::int64_t best = shortest;
   int least = std::numeric_limits<int>::max();
-  for (std::int64_t line = own; line < own + kBanks && least > 1; ++line) {
+  for (std::int64_t line = shortest; line < shortest + kBanks && least > 1; ++line) {
     pitch[order[0]] = 1;
     pitch[order[1]] = line;
     pitch[order[2]] = line * (2 * offsets.reach[order[1]] + 1);

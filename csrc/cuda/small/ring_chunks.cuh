@@ -28,31 +28,31 @@ class RingChunks {
     for (int pass = 0; pass < kTilePasses; ++pass) {
       in_tile_[pass] = 0;
       CUTE_UNROLL
-      for (int d = 0; d < kRank; ++d) in_tile_[pass] += place_in_tile(pass, d) * p.pitch[d];
+      for (int d = 0; d < kRank; ++d) in_tile_[pass] += coordinate_in_tile(pass, d) * p.pitch[d];
     }
   }
 
   /// Copies slabs and tiles in the order in which the steps need them.
   CUTE_DEVICE void load() const {
     const RingShape& shape = p_.shape;
-    RingPlace place;
-    int turn = 0;
-    unsigned parities = 0;  // parities of the tiles' barriers: one bit per turn (RingShape::turns)
+    RingPosition position;
+    int warp_set = 0;
+    unsigned parities = 0;  // parities of the tiles' barriers: one bit per warp set (RingShape::warp_sets)
     for (int round = 0, number; (number = unit_of_round(p_, round)) < p_.units; ++round) {
       const RingUnit unit(p_, number);
       const Slabs slabs(*this, unit);
-      int loaded = along_.of_step(unit.step).x;
+      int loaded = along_.step_slabs(unit.step).x;
       for (int step = unit.step; step < unit.end; ++step) {
         if constexpr (kTileArrays > 0) {
-          copy_tiles(unit, step, turn, (parities >> turn & 1) ^ 1);
-          parities ^= 1u << turn;
-          if (++turn == shape.turns()) turn = 0;
+          copy_tiles(unit, step, warp_set, (parities >> warp_set & 1) ^ 1);
+          parities ^= 1u << warp_set;
+          if (++warp_set == shape.warp_sets()) warp_set = 0;
         }
-        for (const int end = along_.of_step(step).y; loaded < end; ++loaded) {
-          wait_for(barriers_.empty[place.slot], place.parity ^ 1);
-          copy_slab(slabs, along_.first_key(loaded), place.slot);
-          arrive_with_copies(barriers_.full[place.slot]);
-          place.advance(shape.slots);
+        for (const int end = along_.step_slabs(step).y; loaded < end; ++loaded) {
+          wait_for(barriers_.empty[position.slot], position.parity ^ 1);
+          copy_slab(slabs, along_.first_key(loaded), position.slot);
+          arrive_with_copies(barriers_.full[position.slot]);
+          position.advance(shape.slots);
         }
       }
     }
@@ -60,7 +60,7 @@ class RingChunks {
   }
 
  private:
-  static constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
+  static constexpr bool kRowsAreKeys = Params::kKernel == Kernel::kKeyValueGradient;
   static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   static constexpr int kLoaders = ring_loaders(RingLoads::kChunks);
   static_assert(kLoaders == 2);
@@ -71,12 +71,14 @@ class RingChunks {
 
   /// Returns the shared memory address to which the lane copies a chunk in pass `pass` over a block or a tile, which
   /// begins at address `rows`.
-  CUTE_DEVICE std::uint32_t place_of(std::uint32_t rows, int pass) const {
-    return place_of_chunk<kHeadDim>(rows, row_ + pass * kAtOnce, chunk_);
+  CUTE_DEVICE std::uint32_t chunk_target(std::uint32_t rows, int pass) const {
+    return chunk_address<kHeadDim>(rows, row_ + pass * kAtOnce, chunk_);
   }
 
   /// Returns the coordinate in dimension `d`, relative to the tile, of the row that the lane copies in pass `pass`.
-  CUTE_DEVICE int place_in_tile(int pass, int d) const { return place_of_row(p_.shape, row_ + pass * kAtOnce, d); }
+  CUTE_DEVICE int coordinate_in_tile(int pass, int d) const {
+    return row_coordinate(p_.shape, row_ + pass * kAtOnce, d);
+  }
 
   /// Returns the global memory address of the lane's chunk in a head's first row.
   CUTE_DEVICE const char* first_row_of(const void* array, int batch, int head, int heads) const {
@@ -84,19 +86,19 @@ class RingChunks {
     return static_cast<const char*>(array) + row * kRowBytes + 16 * chunk_;
   }
 
-  /// Copies this warp's share of the tiles of a step. `turn` selects the buffers of the tiles. The buffers are free
+  /// Copies this warp's share of the tiles of a step. `warp_set` selects the buffers of the tiles. The buffers are free
   /// when their barriers have completed the phase with parity `parity`.
-  CUTE_DEVICE void copy_tiles(const RingUnit& unit, int step, int turn, int parity) const {
+  CUTE_DEVICE void copy_tiles(const RingUnit& unit, int step, int warp_set, int parity) const {
     const RingShape& shape = p_.shape;
-    const int beside = shape.beside[0] * shape.beside[1];
+    const int adjacent = shape.adjacent[0] * shape.adjacent[1];
     int x = warp_, y = 0;  // coordinates of the tile's compute warp among the adjacent warps
-    for (int i = warp_; i < beside; i += kLoaders, x += kLoaders) {
-      for (; x >= shape.beside[0]; x -= shape.beside[0]) ++y;
-      const int reader = turn * beside + i;
+    for (int i = warp_; i < adjacent; i += kLoaders, x += kLoaders) {
+      for (; x >= shape.adjacent[0]; x -= shape.adjacent[0]) ++y;
+      const int reader = warp_set * adjacent + i;
       wait_for(barriers_.has_room[reader], parity);
       copy_tile(unit, reader,
-                {(unit.across * shape.beside[0] + x) * shape.rows[0],
-                 (unit.inside * shape.beside[1] + y) * shape.rows[1], step * shape.rows[2]});
+                {(unit.across * shape.adjacent[0] + x) * shape.rows[0],
+                 (unit.inside * shape.adjacent[1] + y) * shape.rows[1], step * shape.rows[2]});
       arrive_with_copies(barriers_.has_tile[reader]);
     }
   }
@@ -119,7 +121,7 @@ class RingChunks {
       if (is_whole) continue;
       CUTE_UNROLL
       for (int d = 0; d < kRank; ++d) {
-        if (first[d] + place_in_tile(pass, d) >= p_.axis[d].query_extent) tokens[pass] = -1;
+        if (first[d] + coordinate_in_tile(pass, d) >= p_.axis[d].query_extent) tokens[pass] = -1;
       }
     }
     std::uint32_t to = shared_ + shape.tiles + kTileArrays * reader * shape.tile_bytes;
@@ -128,7 +130,7 @@ class RingChunks {
       const char* const from = first_row_of(p_.rows_of(array), unit.batch, unit.head, p_.heads);
       CUTE_UNROLL
       for (int pass = 0; pass < kTilePasses; ++pass) {
-        copy_chunk(place_of(to, pass), advance(from, max(tokens[pass], 0), p_.heads * kRowBytes),
+        copy_chunk(chunk_target(to, pass), advance(from, max(tokens[pass], 0), p_.heads * kRowBytes),
                    tokens[pass] >= 0 ? 16 : 0);
       }
     }
@@ -137,8 +139,8 @@ class RingChunks {
   /// Values that are the same for all slabs of a unit. A block extends in two dimensions of the shape: in 0 and 2 if
   /// slabs are thick (RingShape::thick), and in 0 and 1 otherwise.
   struct Slabs {
-    const char* from;     // address of the lane's chunk for the head's first token
-    const float4* known;  // statistics of the head's first token
+    const char* from;          // address of the lane's chunk for the head's first token
+    const float4* statistics;  // statistics of the head's first token
     int token_bytes;
     int across;       // coordinate of the lane's first column in dimension 0
     int inside;       // its coordinate in dimension 1; if slabs are thick, in dimension 2 relative to the slab
@@ -146,11 +148,11 @@ class RingChunks {
 
     CUTE_DEVICE Slabs(const RingChunks& chunks, const RingUnit& unit) {
       const Params& p = chunks.p_;
-      const RingStrip<kOfKeys> strip(p, unit);
-      const int head = kOfKeys ? unit.head : unit.head_kv(p), heads = kOfKeys ? p.heads : p.heads_kv;
+      const RingStrip<kRowsAreKeys> strip(p, unit);
+      const int head = kRowsAreKeys ? unit.head : unit.head_kv(p), heads = kRowsAreKeys ? p.heads : p.heads_kv;
       from = chunks.first_row_of(p.columns_of(chunks.warp_), unit.batch, head, heads);
-      known = nullptr;
-      if constexpr (kOfKeys) known = p.statistics + std::int64_t{unit.batch} * p.tokens * heads + head;
+      statistics = nullptr;
+      if constexpr (kRowsAreKeys) statistics = p.statistics + std::int64_t{unit.batch} * p.tokens * heads + head;
       token_bytes = heads * kRowBytes;
       const bool is_thick = p.shape.thick > 1;
       across = strip.across + (chunks.row_ & (p.shape.wide - 1));
@@ -161,8 +163,8 @@ class RingChunks {
 
   /// The lane's first column in the next block of a slab.
   struct NextBlock {
-    int across, inside, token, left;  // left: blocks of the group that have not been copied, including this one
-    int group_token;                  // token of the lane's first column in the group's first block
+    int across, inside, token, remaining;  // remaining: blocks of the group that are not copied yet
+    int group_token;                       // token of the lane's first column in the group's first block
     std::uint32_t to;
   };
 
@@ -181,12 +183,13 @@ class RingChunks {
                           token,
                           shared_ + (2 * slot + warp_) * shape.array_bytes};
     NextBlock next = first;
-    int left = shape.groups * shape.group_blocks;
+    int remaining = shape.groups * shape.group_blocks;
     CUTE_NO_UNROLL
-    for (; left >= kBlocksAtOnce; left -= kBlocksAtOnce) copy_blocks<kBlocksAtOnce>(slabs, first.inside, next);
+    for (; remaining >= kBlocksAtOnce; remaining -= kBlocksAtOnce)
+      copy_blocks<kBlocksAtOnce>(slabs, first.inside, next);
     CUTE_NO_UNROLL
-    for (; left > 0; --left) copy_blocks<1>(slabs, first.inside, next);
-    if constexpr (kOfKeys) {
+    for (; remaining > 0; --remaining) copy_blocks<1>(slabs, first.inside, next);
+    if constexpr (kRowsAreKeys) {
       if (warp_ == 0) copy_statistics(slabs, first_column, slot);
     }
   }
@@ -212,18 +215,18 @@ class RingChunks {
         bytes[b][pass] = is_inside ? 16 : 0;
         source[b][pass] = address_of(slabs.from, is_inside ? next.token + pass * next_pass : 0, slabs.token_bytes);
       }
-      const bool is_last = --next.left == 0;
+      const bool is_last = --next.remaining == 0;
       next.across += is_last ? shape.wide : 0;
       next.group_token += is_last ? shape.wide * p_.pitch[0] : 0;
       next.token = is_last ? next.group_token : next.token + kBlockPasses * next_pass;
       next.inside = is_last ? first_inside : next.inside + kBlockPasses * deeper;
-      next.left = is_last ? shape.group_blocks : next.left;
+      next.remaining = is_last ? shape.group_blocks : next.remaining;
     }
     CUTE_UNROLL
     for (int b = 0; b < kCount; ++b) {
       CUTE_UNROLL
       for (int pass = 0; pass < kBlockPasses; ++pass) {
-        copy_chunk(place_of(next.to, pass) + b * kBlockKeys * kRowBytes, source[b][pass], bytes[b][pass]);
+        copy_chunk(chunk_target(next.to, pass) + b * kBlockKeys * kRowBytes, source[b][pass], bytes[b][pass]);
       }
     }
     next.to += kCount * kBlockKeys * kRowBytes;
@@ -240,25 +243,26 @@ class RingChunks {
   CUTE_DEVICE void copy_statistics(const Slabs& slabs, int first_column, int slot) const {
     const RingShape& shape = p_.shape;
     const bool is_thick = shape.thick > 1;
-    const int wide_shift = logarithm(shape.wide), of_group = shape.group_blocks * kBlockKeys, lane = threadIdx.x % 32,
-              columns = shape.groups * of_group, pitch = is_thick ? p_.pitch[2] : p_.pitch[1],
+    const int wide_shift = logarithm(shape.wide), columns_per_group = shape.group_blocks * kBlockKeys,
+              lane = threadIdx.x % 32, columns = shape.groups * columns_per_group,
+              pitch = is_thick ? p_.pitch[2] : p_.pitch[1],
               extent = is_thick ? along_.length() : p_.axis[1].query_extent,
               across = slabs.across - (row_ & (shape.wide - 1)),
               inside = slabs.inside - (row_ >> wide_shift) + (is_thick ? first_column : 0);
     const bool is_slab_inside =
         is_thick || static_cast<unsigned>(first_column) < static_cast<unsigned>(along_.length());
     const std::uint32_t to = shared_ + shape.statistics + slot * columns * kStatisticsBytes;
-    int group = 0, of_column = lane;
-    for (int column = lane; column < columns; column += 32, of_column += 32) {
-      for (; of_column >= of_group; of_column -= of_group) ++group;
-      const int x = across + group * shape.wide + (of_column & (shape.wide - 1)),
-                y = inside + (of_column >> wide_shift);
+    int group = 0, group_column = lane;
+    for (int column = lane; column < columns; column += 32, group_column += 32) {
+      for (; group_column >= columns_per_group; group_column -= columns_per_group) ++group;
+      const int x = across + group * shape.wide + (group_column & (shape.wide - 1)),
+                y = inside + (group_column >> wide_shift);
       const bool is_inside = is_slab_inside &&
                              static_cast<unsigned>(x) < static_cast<unsigned>(p_.axis[0].query_extent) &&
                              static_cast<unsigned>(y) < static_cast<unsigned>(extent);
       const int token = is_inside ? x * p_.pitch[0] + y * pitch + (is_thick ? 0 : first_column * p_.pitch[2]) : 0;
       copy_chunk(to + column * kStatisticsBytes,
-                 reinterpret_cast<const char*>(slabs.known + std::int64_t{token} * p_.heads), is_inside ? 16 : 0);
+                 reinterpret_cast<const char*>(slabs.statistics + std::int64_t{token} * p_.heads), is_inside ? 16 : 0);
     }
   }
 

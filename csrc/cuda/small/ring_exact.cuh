@@ -13,22 +13,22 @@ namespace natten_jax::small {
 template <class Element, int kHeadDim, bool kRowsAreKeys = false>
 class RingTile {
  public:
-  CUTE_DEVICE RingTile(const RingParams& p, RingUnit unit, int step) : p_(p), lane_(kept_number(threadIdx.x % 32)) {
+  CUTE_DEVICE RingTile(const RingParams& p, RingUnit unit, int step) : p_(p), lane_(opaque_number(threadIdx.x % 32)) {
     // Opaque to the compiler, which would otherwise compute derived values early, and keep them in registers even if
     // nothing is recomputed.
     const int lane = lane_;
-    step = kept_number(step);
-    unit.batch = kept_number(unit.batch);
-    unit.head = kept_number(unit.head);
+    step = opaque_number(step);
+    unit.batch = opaque_number(unit.batch);
+    unit.head = opaque_number(unit.head);
     int row[kRank];
     first_row(p, unit, ring_warp(), row);
     CUTE_UNROLL
     for (int d = 0; d < kRank; ++d) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const int place = place_of_row(p.shape, lane / 4 + 8 * r, d);
-        const int at = row[d] + place + (d == 2 ? step * p.shape.rows[2] : 0);
-        const Range<int> window = seen_by<kRowsAreKeys>(p.axis[d], at);
+        const int coordinate = row_coordinate(p.shape, lane / 4 + 8 * r, d);
+        const int at = row[d] + coordinate + (d == 2 ? step * p.shape.rows[2] : 0);
+        const Range<int> window = visible_range<kRowsAreKeys>(p.axis[d], at);
         begin_[r][d] = window.begin;
         size_[r][d] = at < p.axis[d].query_extent ? window.end - window.begin : 0;
       }
@@ -43,7 +43,7 @@ class RingTile {
       int token = 0;
       CUTE_UNROLL
       for (int d = 0; d < kRank; ++d) {
-        const int at = row[d] + place_of_row(p.shape, lane / 4 + 8 * r, d) + (d == 2 ? step * p.shape.rows[2] : 0);
+        const int at = row[d] + row_coordinate(p.shape, lane / 4 + 8 * r, d) + (d == 2 ? step * p.shape.rows[2] : 0);
         token += min(at, p.axis[d].query_extent - 1) * p.pitch[d];
       }
       row_[r] = (query_row + std::int64_t{token} * p.heads) * kRowBytes;
@@ -53,7 +53,7 @@ class RingTile {
 
   /// Coordinates of the first column of a block: 16 consecutive columns in dimension 0 of the shape. `operator()(i)`
   /// returns true if element `i` of the lane's eight elements is visible.
-  struct Seen {
+  struct IsVisible {
     const RingTile& tile;
     int across, inside, along;
 
@@ -63,9 +63,9 @@ class RingTile {
     }
   };
 
-  /// Calls `call(token, across, is_seen)` for each block of 16 columns. `across` is the coordinate of its first column
-  /// in dimension 0. `token` is the token with coordinate 0 in dimension 0, and with the block's coordinates in the
-  /// other dimensions. `is_seen` is a Seen.
+  /// Calls `call(token, across, is_visible)` for each block of 16 columns. `across` is the coordinate of its first
+  /// column in dimension 0. `token` is the token with coordinate 0 in dimension 0, and with the block's coordinates in
+  /// the other dimensions. `is_visible` is an IsVisible.
   template <class Call>
   CUTE_DEVICE void for_blocks(const Call& call) const {
     CUTE_NO_UNROLL
@@ -74,7 +74,7 @@ class RingTile {
       for (int inside = first_[1]; inside < end_[1]; ++inside) {
         CUTE_NO_UNROLL
         for (int across = first_[0]; across < end_[0]; across += kBlockKeys) {
-          call(along * p_.pitch[2] + inside * p_.pitch[1], across, Seen{*this, across, inside, along});
+          call(along * p_.pitch[2] + inside * p_.pitch[1], across, IsVisible{*this, across, inside, along});
         }
       }
     }
@@ -163,13 +163,13 @@ CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2],
   std::uint32_t q[kHeadDim / 16][4];
   keys.load_rows(q, p.query);
   float largest[2] = {-INFINITY, -INFINITY};
-  keys.for_blocks([&](int token, int across, const auto& is_seen) {
+  keys.for_blocks([&](int token, int across, const auto& is_visible) {
     float x[2][4];
     keys.multiply_keys(x, q, p.key, token, across);
-    biases.add(x, token, across, is_seen);
+    biases.add(x, token, across, is_visible);
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
-      if (is_seen(i)) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i / 4][i % 4]);
+      if (is_visible(i)) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x[i / 4][i % 4]);
     }
   });
   CUTE_UNROLL
@@ -181,10 +181,10 @@ CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2],
   }
   CUTE_UNROLL
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.f;
-  keys.for_blocks([&](int token, int across, const auto& is_seen) {
+  keys.for_blocks([&](int token, int across, const auto& is_visible) {
     float x[2][4];
     keys.multiply_keys(x, q, p.key, token, across);
-    biases.add(x, token, across, is_seen);
+    biases.add(x, token, across, is_visible);
     std::uint32_t weights[4];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -194,7 +194,7 @@ CUTE_DEVICE void compute_ring_exactly(float (&o)[kHeadDim / 2], float (&sum)[2],
         // Select zero, instead of adding a large negative number to the exponent: logits of hidden (masked out) keys
         // may be infinite or NaN.
         const float logit = x[i / 2][i % 2 * 2 + e];
-        both[e] = is_seen(2 * i + e) ? fast_exp2((logit - largest[i % 2]) * factor) : 0.f;
+        both[e] = is_visible(2 * i + e) ? fast_exp2((logit - largest[i % 2]) * factor) : 0.f;
       }
       weights[i] = pack<Element>(both[0], both[1]);
       sum[i % 2] += both[0] + both[1];

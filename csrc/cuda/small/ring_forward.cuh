@@ -24,7 +24,7 @@ struct RingForward {
   using Reader = RingReader<Element, kHeadDim, Params, Masks, kLoads>;
   static constexpr int kBlocks = Masks::kBlocks;
   static constexpr bool kHasRelativeBias = kBiases == RingBiases::kRelative;
-  static constexpr bool kHasKeyBias = kBiases == RingBiases::kOfKeys;
+  static constexpr bool kHasKeyBias = kBiases == RingBiases::kKey;
   static constexpr bool kHasReference = TrustedSums<Element>::kHasReference;
   static constexpr int kAtOnce = 2;  // blocks whose instructions are interleaved to hide latency
 
@@ -45,24 +45,24 @@ struct RingForward {
     bias.enter(unit, reader.masks);
   }
 
-  CUTE_DEVICE void start(const RingUnit&, int step, int2 seen) {
-    bias.start(step, reader.along.first_key(seen.x));
+  CUTE_DEVICE void start(const RingUnit&, int step, int2 slabs) {
+    bias.start(step, reader.along.first_key(slabs.x));
     queries = reader.load_tile();
-    reader.leave_tile(Reader::loaded(queries));
+    reader.release_tile(Reader::loaded(queries));
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) sum[r] = shift[r] = 0.f;
     CUTE_UNROLL
     for (int i = 0; i < kHeadDim / 2; ++i) o[i / 4][i % 4] = 0.f;
-    if constexpr (kHasReference) find_reference(seen);
+    if constexpr (kHasReference) find_reference(slabs);
   }
 
   /// Computes the reference logits for float16: each row's largest product with a block in the middle of the window.
-  CUTE_DEVICE void find_reference(int2 seen) {
-    RingPlace middle = reader.place;
-    const int before = (seen.y - seen.x) / 2;
+  CUTE_DEVICE void find_reference(int2 slabs) {
+    RingPosition middle = reader.position;
+    const int before = (slabs.y - slabs.x) / 2;
     for (int i = 0; i < before; ++i) middle.advance(p.shape.slots);
     wait_for(reader.barriers.full[middle.slot], middle.parity);
-    const std::uint32_t at[] = {reader.across + reader.of_slot(middle.slot) + reader.of_block(kBlocks / 2)};
+    const std::uint32_t at[] = {reader.across + reader.slot_offset(middle.slot) + reader.block_offset(kBlocks / 2)};
     float products[1][2][4];
     reader.multiply_blocks(products, queries, at, {});
     const float (&x)[2][4] = products[0];
@@ -74,25 +74,25 @@ struct RingForward {
 
   /// Adds a slab to the tile's sums: the keys and values that the tile's queries see.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
-    auto biases = bias.of_slab();
+    auto biases = bias.slab_biases();
     add_blocks<0>(slab, hidden_of_slab, biases);
     bias.next_slab();
   }
 
   template <int kFirst, class Biases>
-  CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab, Biases& of_offsets) {
+  CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab, Biases& biases) {
     constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
     if constexpr (kCount > 0) {
       std::uint32_t at[kCount];
       CUTE_UNROLL
-      for (int i = 0; i < kCount; ++i) at[i] = reader.across + slab + reader.of_block(kFirst + i);
+      for (int i = 0; i < kCount; ++i) at[i] = reader.across + slab + reader.block_offset(kFirst + i);
       float x[kCount][2][4];
       CUTE_UNROLL
       for (int i = 0; i < kCount; ++i) {
-        of_offsets.load(x[i]);
-        of_offsets.next_block();
-        if ((kFirst + i + 1) % Masks::kInner == 0) of_offsets.next_group(Masks::kInner);
-        load_ring_key_biases<kHasKeyBias>(x[i], reader.statistics_of(slab, reader.of_block(kFirst + i)));
+        biases.load(x[i]);
+        biases.next_block();
+        if ((kFirst + i + 1) % Masks::kInner == 0) biases.next_group(Masks::kInner);
+        load_ring_key_biases<kHasKeyBias>(x[i], reader.statistics_of(slab, reader.block_offset(kFirst + i)));
       }
       reader.template multiply_blocks<kBiases != RingBiases::kNone>(x, queries, at, {});
       std::uint32_t weights[kCount][4];
@@ -103,7 +103,7 @@ struct RingForward {
         for (int i = 0; i < 8; ++i) {
           float& logit = x[b][i / 4][i % 4];
           if constexpr (kHasReference) logit -= shift[i / 2 % 2];
-          logit = fast_exp2(fmaf(logit, factor, hiding(masks_of_group(hidden, i / 4), i % 4)));
+          logit = fast_exp2(fmaf(logit, factor, additive_mask(masks_of_group(hidden, i / 4), i % 4)));
         }
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
@@ -114,9 +114,10 @@ struct RingForward {
       }
       CUTE_UNROLL
       for (int i = 0; i < kCount; ++i) {
-        reader.add_block(o, weights[i], reader.along_rows + p.shape.array_bytes + slab + reader.of_block(kFirst + i));
+        reader.add_block(o, weights[i],
+                         reader.along_rows + p.shape.array_bytes + slab + reader.block_offset(kFirst + i));
       }
-      add_blocks<kFirst + kCount>(slab, hidden_of_slab, of_offsets);
+      add_blocks<kFirst + kCount>(slab, hidden_of_slab, biases);
     }
   }
 
@@ -124,26 +125,26 @@ struct RingForward {
   /// again, because the sums of a tile leave no register for it.
   CUTE_DEVICE float sink_of(const RingUnit& unit) const {
     return p.sinks == nullptr ? -INFINITY
-                              : __ldcg(p.sinks + (p.are_sinks_of_all ? 0 : unit.batch * p.heads) + unit.head);
+                              : __ldcg(p.sinks + (p.are_sinks_shared ? 0 : unit.batch * p.heads) + unit.head);
   }
 
   /// Adds a sink to the sums of the lane's two rows, and writes the logsumexp of these rows. Four lanes share the two
-  /// rows: the first lane writes the first row's logsumexp, and the second lane the second row's. Sets `of_rows` to the
-  /// factors by which these rows' sums of weighted values have to be multiplied.
+  /// rows: the first lane writes the first row's logsumexp, and the second lane the second row's. Sets `row_factors` to
+  /// the factors by which these rows' sums of weighted values have to be multiplied.
   CUTE_DEVICE void write_statistics(const RingUnit& unit, const int (&tokens)[2], float (&sums)[2],
-                                    const float (&shifts)[2], float sink, float (&of_rows)[2]) const {
+                                    const float (&shifts)[2], float sink, float (&row_factors)[2]) const {
     // Add the sink as one more weight, if no digits are lost. Forward passes took 4% longer when sinks were always
     // merged with finished rows.
     const bool has_sink = sink != -INFINITY && !add_sink_to_sums(sums, shifts, sink, factor, tokens);
     const bool is_second = threadIdx.x % 2 != 0;
     const int token = is_second ? tokens[1] : tokens[0];
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) of_rows[r] = normalisation(sums[r]);
+    for (int r = 0; r < 2; ++r) row_factors[r] = normalisation(sums[r]);
     Logsumexp logsumexp = logsumexp_of_sum(is_second ? sums[1] : sums[0], is_second ? shifts[1] : shifts[0], factor);
     if (has_sink) {
       const float share_of_keys = add_sink(logsumexp, added_logit(sink));
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) of_rows[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
+      for (int r = 0; r < 2; ++r) row_factors[r] *= __shfl_sync(0xffffffffu, share_of_keys, r, 4);
     }
     if (threadIdx.x % 4 >= 2 || token < 0) return;
     const std::int64_t at = (std::int64_t{unit.batch} * p.tokens + token) * p.heads + unit.head;
@@ -167,13 +168,13 @@ struct RingForward {
       untrusted.add(step - unit.step);
       return;
     }
-    float of_rows[2];
-    write_statistics(unit, tokens, sums, shift, sink, of_rows);
-    write_ring_rows_in_words<Element, kHeadDim>(p, p.out, unit, tokens, o[0], of_rows);
+    float row_factors[2];
+    write_statistics(unit, tokens, sums, shift, sink, row_factors);
+    write_ring_rows_in_words<Element, kHeadDim>(p, p.out, unit, tokens, o[0], row_factors);
   }
 
-  CUTE_DEVICE void leave_unit(const RingUnit& unit) {
-    untrusted.for_each([&](int place) { finish_exactly(unit, unit.step + place); });
+  CUTE_DEVICE void finish_unit(const RingUnit& unit) {
+    untrusted.for_each([&](int index) { finish_exactly(unit, unit.step + index); });
   }
 
   /// Recomputes a deferred step exactly, and writes its results.
@@ -184,15 +185,15 @@ struct RingForward {
     float values[kHeadDim / 2], sums[2], largest[2];
     const RingTile<Element, kHeadDim> tile(p, unit, step);
     if constexpr (kHasRelativeBias) {
-      compute_ring_exactly(values, sums, largest, p, tile, bias.of_step(unit, step), factor);
+      compute_ring_exactly(values, sums, largest, p, tile, bias.step_biases(unit, step), factor);
     } else {
       compute_ring_exactly(values, sums, largest, p, tile, RingKeyBiasOfColumns<kHasKeyBias>(p, unit), factor);
     }
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) sums[r] = sum_of_row(sums[r]);
-    float of_rows[2];
-    write_statistics(unit, tokens, sums, largest, sink_of(unit), of_rows);
-    write_ring_rows_in_words<Element, kHeadDim>(p, p.out, unit, tokens, values, of_rows);
+    float row_factors[2];
+    write_statistics(unit, tokens, sums, largest, sink_of(unit), row_factors);
+    write_ring_rows_in_words<Element, kHeadDim>(p, p.out, unit, tokens, values, row_factors);
   }
 };
 

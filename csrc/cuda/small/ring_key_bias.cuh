@@ -12,19 +12,19 @@ namespace natten_jax::small {
 /// Key biases of a unit's head. They are divided by the scale, because they are added to products, which are not
 /// scaled.
 struct RingKeyBiasOfHead {
-  const float* of_first_key;
+  const float* first_bias;
   int pitch;  // distance between the biases of consecutive keys, in numbers
   float inverse_scale;
 
   CUTE_DEVICE RingKeyBiasOfHead(const RingParams& p, const RingKeyBias& bias, const RingUnit& unit)
-      : pitch(bias.is_of_all_heads ? 1 : p.heads),
+      : pitch(bias.is_shared_by_heads ? 1 : p.heads),
         inverse_scale(fast_products_per_logit(p.scale.of(unit.batch * p.heads + unit.head).logits)) {
-    of_first_key = bias.of_keys + std::int64_t{unit.batch} * p.tokens * pitch + (bias.is_of_all_heads ? 0 : unit.head);
+    first_bias = bias.biases + std::int64_t{unit.batch} * p.tokens * pitch + (bias.is_shared_by_heads ? 0 : unit.head);
   }
 
   /// Returns the bias of a key as passed by the caller. If `token` is negative, returns the first key's bias.
-  CUTE_DEVICE float load(int token) const { return __ldg(of_first_key + std::int64_t{max(token, 0)} * pitch); }
-  CUTE_DEVICE float of_products(float bias) const { return bias_in_products(bias, inverse_scale); }
+  CUTE_DEVICE float load(int token) const { return __ldg(first_bias + std::int64_t{max(token, 0)} * pitch); }
+  CUTE_DEVICE float product_term(float bias) const { return bias_in_products(bias, inverse_scale); }
 };
 
 /// Loads the biases of slabs and stores them in shared memory. Every lane of the loader warps handles up to two keys of
@@ -39,32 +39,33 @@ class RingKeyBiasLoader {
   CUTE_DEVICE void enter(const RingUnit& unit, const RingStrip<false>& strip) {
     const RingKeyBias& bias = p_.key_bias;
     const RingShape& shape = p_.shape;
-    const int wide_shift = logarithm(shape.wide), of_group = shape.group_blocks * kBlockKeys;
+    const int wide_shift = logarithm(shape.wide), keys_per_group = shape.group_blocks * kBlockKeys;
     const bool is_thick = shape.thick > 1;
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) {
-      const int key = first_ + i * kLanes, group = key / of_group, line = (key - group * of_group) >> wide_shift;
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int key = first_ + i * kLanes, group = key / keys_per_group,
+                line = (key - group * keys_per_group) >> wide_shift;
       const int across = strip.across + group * shape.wide + (key & (shape.wide - 1)),
                 inside = strip.inside + (is_thick ? 0 : line);
-      const bool is_seen = key < shape.groups * of_group && is_within(across, 0) && is_within(inside, 1);
-      token_[i] = is_seen ? across * p_.pitch[0] + inside * p_.pitch[1] : -1;
+      const bool is_visible = key < shape.groups * keys_per_group && is_within(across, 0) && is_within(inside, 1);
+      token_[i] = is_visible ? across * p_.pitch[0] + inside * p_.pitch[1] : -1;
       behind_[i] = is_thick ? line : 0;
     }
-    const RingKeyBiasOfHead of_head(p_, bias, unit);
-    of_first_key_ = of_head.of_first_key;
-    inverse_scale_ = of_head.inverse_scale;
+    const RingKeyBiasOfHead head_bias(p_, bias, unit);
+    first_bias_ = head_bias.first_bias;
+    inverse_scale_ = head_bias.inverse_scale;
   }
 
   /// Starts to load the biases of a slab. `along` is the coordinate of the slab along the strip. Keys outside of the
   /// layout are hidden (masked out), so that their biases only have to be finite.
   CUTE_DEVICE void load(int along) {
-    const int pitch = p_.key_bias.is_of_all_heads ? 1 : p_.heads;
+    const int pitch = p_.key_bias.is_shared_by_heads ? 1 : p_.heads;
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) {
+    for (int i = 0; i < kKeysPerLane; ++i) {
       const int at = along + behind_[i];
       bias_[i] = 0.f;
       if (token_[i] >= 0 && is_within(at, 2)) {
-        bias_[i] = __ldg(of_first_key_ + std::int64_t{token_[i] + at * p_.pitch[2]} * pitch);
+        bias_[i] = __ldg(first_bias_ + std::int64_t{token_[i] + at * p_.pitch[2]} * pitch);
       }
     }
   }
@@ -72,13 +73,13 @@ class RingKeyBiasLoader {
   /// Waits for the loaded biases, and converts them to terms of products.
   CUTE_DEVICE void convert() {
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) converted_[i] = bias_in_products(bias_[i], inverse_scale_);
+    for (int i = 0; i < kKeysPerLane; ++i) converted_[i] = bias_in_products(bias_[i], inverse_scale_);
   }
 
   /// Stores the converted biases of a slab. `to` is the address of the slab's biases in shared memory.
   CUTE_DEVICE void store(std::uint32_t to) const {
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) {
+    for (int i = 0; i < kKeysPerLane; ++i) {
       const int key = first_ + i * kLanes, column = key % kBlockKeys;
       if (key >= p_.shape.groups * p_.shape.group_blocks * kBlockKeys) break;
       // A compute lane reads four biases of a block: for two columns in each half. They are stored next to each other.
@@ -88,7 +89,7 @@ class RingKeyBiasLoader {
   }
 
  private:
-  static constexpr int kLanes = 32 * ring_loaders(RingLoads::kBoxes), kOfLane = kMostBiasedKeys / kLanes;
+  static constexpr int kLanes = 32 * ring_loaders(RingLoads::kBoxes), kKeysPerLane = kMostBiasedKeys / kLanes;
 
   CUTE_DEVICE bool is_within(int at, int d) const {
     return static_cast<unsigned>(at) < static_cast<unsigned>(p_.axis[d].kv_extent);
@@ -96,14 +97,14 @@ class RingKeyBiasLoader {
 
   const Params& p_;
   const int first_;
-  const float* of_first_key_;
+  const float* first_bias_;
   float inverse_scale_;
   // For each of the lane's keys:
   // - `token_`: its token in a slab that begins at the first token of the layout. Negative if the key is outside of the
   //   layout in every slab.
   // - `behind_`: its coordinate along the strip, relative to the slab.
-  int token_[kOfLane], behind_[kOfLane];
-  float bias_[kOfLane], converted_[kOfLane];
+  int token_[kKeysPerLane], behind_[kKeysPerLane];
+  float bias_[kKeysPerLane], converted_[kKeysPerLane];
 };
 
 /// If `kAreThere`, loads the biases of a block's columns that the lane holds, once for each of its two rows. `at` is
@@ -123,8 +124,8 @@ CUTE_DEVICE void load_ring_key_biases([[maybe_unused]] float (&x)[2][4], [[maybe
 template <bool kAreThere>
 struct RingKeyBiasOfColumns {
   CUTE_DEVICE RingKeyBiasOfColumns(const RingParams&, const RingUnit&) {}
-  template <class Seen>
-  CUTE_DEVICE void add(float (&)[2][4], int, int, const Seen&) const {}
+  template <class IsVisible>
+  CUTE_DEVICE void add(float (&)[2][4], int, int, const IsVisible&) const {}
 };
 template <>
 struct RingKeyBiasOfColumns<true> {
@@ -135,13 +136,13 @@ struct RingKeyBiasOfColumns<true> {
   CUTE_DEVICE RingKeyBiasOfColumns(const Params& p, const RingUnit& unit) : p(p), biases(p, p.key_bias, unit) {}
 
   /// Adds the biases of a block to its visible products. RingTile::for_blocks passes the arguments `token`, `across`
-  /// and `is_seen`.
-  template <class Seen>
-  CUTE_DEVICE void add(float (&x)[2][4], int token, int across, const Seen& is_seen) const {
+  /// and `is_visible`.
+  template <class IsVisible>
+  CUTE_DEVICE void add(float (&x)[2][4], int token, int across, const IsVisible& is_visible) const {
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
       const int at = across + i / 4 * kColumns + threadIdx.x % 4 * 2 + i % 2;
-      if (is_seen(i)) x[i / 4][i % 4] += biases.of_products(biases.load(token + at * p.pitch[0]));
+      if (is_visible(i)) x[i / 4][i % 4] += biases.product_term(biases.load(token + at * p.pitch[0]));
     }
   }
 };
@@ -152,8 +153,8 @@ template <bool kAreThere>
 struct RingKeyBiasOfRows {
   template <class Params>
   CUTE_DEVICE void start(const Params&, const RingUnit&, const int (&)[2]) const {}
-  CUTE_DEVICE float4 of_products() const { return {}; }
-  CUTE_DEVICE float of_product(float product, int) const { return product; }
+  CUTE_DEVICE float4 initial_products() const { return {}; }
+  CUTE_DEVICE float add_bias(float product, int) const { return product; }
   template <class Element>
   CUTE_DEVICE void add(const std::uint32_t (&)[4]) const {}
   template <class Params>
@@ -165,10 +166,10 @@ struct RingKeyBiasOfRows<true> {
 
   template <class Params>
   CUTE_DEVICE void start(const Params& p, const RingUnit& unit, const int (&tokens)[2]) {
-    const RingKeyBiasOfHead of_head(p, p.key_bias, unit);
+    const RingKeyBiasOfHead head_bias(p, p.key_bias, unit);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      biases[2 * r] = of_head.of_products(of_head.load(tokens[r]));
+      biases[2 * r] = head_bias.product_term(head_bias.load(tokens[r]));
       biases[2 * r + 1] = same_in_another_register(biases[2 * r]);
     }
     CUTE_UNROLL
@@ -176,9 +177,9 @@ struct RingKeyBiasOfRows<true> {
   }
 
   /// Returns the initial accumulators of the products of rows and columns.
-  CUTE_DEVICE float4 of_products() const { return make_float4(biases[0], biases[1], biases[2], biases[3]); }
+  CUTE_DEVICE float4 initial_products() const { return make_float4(biases[0], biases[1], biases[2], biases[3]); }
   /// Adds the bias of the first or second row to a product.
-  CUTE_DEVICE float of_product(float product, int row) const { return product + biases[2 * row]; }
+  CUTE_DEVICE float add_bias(float product, int row) const { return product + biases[2 * row]; }
 
   /// Adds gradients of logits to the rows' sums with MMA. The gradients have been rounded to the element type.
   template <class Element>

@@ -13,9 +13,8 @@ cudaError_t launch_ring_key_biased_forward(int head_dim, const WithKeyBias<RingF
                                            const LaunchShape& shape) {
   return with_constant<0, 1>(params.shape.form, cudaErrorInvalidValue, [&](auto form) {
     return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
-      return launch(
-          natten_jax_small_ring_forward<ElementOf<kType>, width, form, RingLoads::kBoxes, RingBiases::kOfKeys>, shape,
-          params);
+      return launch(natten_jax_small_ring_forward<ElementOf<kType>, width, form, RingLoads::kBoxes, RingBiases::kKey>,
+                    shape, params);
     });
   });
 }
@@ -28,7 +27,7 @@ cudaError_t launch_ring_key_biased_query_gradient(int head_dim, const WithKeyBia
   return with_constant<0, 1>(params.shape.form, cudaErrorInvalidValue, [&](auto form) {
     return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
       return launch(
-          natten_jax_small_ring_query_gradient<ElementOf<kType>, width, form, RingLoads::kBoxes, RingBiases::kOfKeys>,
+          natten_jax_small_ring_query_gradient<ElementOf<kType>, width, form, RingLoads::kBoxes, RingBiases::kKey>,
           shape, params);
     });
   });
@@ -41,8 +40,8 @@ cudaError_t launch_ring_key_biased_key_value_gradient(int head_dim, const WithKe
                                                       const LaunchShape& shape) {
   return with_constant<kHeadDims[0], kHeadDims[1]>(head_dim, cudaErrorInvalidValue, [&](auto width) {
     return launch(
-        natten_jax_small_ring_key_value_gradient<ElementOf<kType>, width, RingLoads::kBoxes, RingBiases::kOfKeys>,
-        shape, params);
+        natten_jax_small_ring_key_value_gradient<ElementOf<kType>, width, RingLoads::kBoxes, RingBiases::kKey>, shape,
+        params);
   });
 }
 template cudaError_t launch_ring_key_biased_key_value_gradient<ElementType::NATTEN_JAX_INSTANCE>(

@@ -27,11 +27,11 @@ struct RingKeyValueGradient {
   const Params& p;
   Reader& reader;
   Operand keys, values;
-  float of_keys[kHeadDim / 8][4], of_values[kHeadDim / 8][4];
+  float key_sums[kHeadDim / 8][4], value_sums[kHeadDim / 8][4];
   float factor;
   LateSteps<kLoads> large;  // deferred steps: they see queries whose logsumexp has a significant remainder
   RingRelativeBias<Params, kHasBias> bias;
-  RingKeyBiasOfRows<kBiases == RingBiases::kOfKeys> key_bias;
+  RingKeyBiasOfRows<kBiases == RingBiases::kKey> key_bias;
 
   CUTE_DEVICE RingKeyValueGradient(const Params& p, Reader& reader)
       : p(p), reader(reader), factor(p.exponent_scale), bias(p, reader.shared) {}
@@ -41,15 +41,15 @@ struct RingKeyValueGradient {
     bias.enter(unit, reader.masks);
   }
 
-  CUTE_DEVICE void start(const RingUnit& unit, int step, int2 seen) {
-    bias.start(step, reader.along.first_key(seen.x));
+  CUTE_DEVICE void start(const RingUnit& unit, int step, int2 slabs) {
+    bias.start(step, reader.along.first_key(slabs.x));
     int tokens[2];
     reader.masks.find_tokens(p, step, tokens);
     key_bias.start(p, unit, tokens);
     load_rows(keys, p.key, unit, tokens);
     load_rows(values, p.value, unit, tokens);
     CUTE_UNROLL
-    for (int i = 0; i < kHeadDim / 2; ++i) of_keys[i / 4][i % 4] = of_values[i / 4][i % 4] = 0.f;
+    for (int i = 0; i < kHeadDim / 2; ++i) key_sums[i / 4][i % 4] = value_sums[i / 4][i % 4] = 0.f;
   }
 
   /// Loads the tile's rows from an array. For negative tokens, loads the head's first row.
@@ -70,16 +70,16 @@ struct RingKeyValueGradient {
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     const RingTable& masks = reader.masks;
     std::uint32_t table = masks.table, block = 0;
-    int of_group = masks.inner;
-    auto biases = bias.of_slab();
+    int remaining = masks.inner;
+    auto biases = bias.slab_biases();
     CUTE_NO_UNROLL
     for (int i = masks.blocks; i > 0; --i, table += 32) {
       add_block(slab + block, reader.statistics_of(slab, block), biases,
                 spread_bits(load_byte(table)) | hidden_of_slab);
       block += Reader::kBlockBytes;
       biases.next_block();
-      if (--of_group == 0) {
-        of_group = masks.inner;
+      if (--remaining == 0) {
+        remaining = masks.inner;
         block += reader.group_bytes - masks.inner * Reader::kBlockBytes;
         biases.next_group(masks.inner);
       }
@@ -90,13 +90,13 @@ struct RingKeyValueGradient {
   template <class Biases>
   CUTE_DEVICE void add_block(std::uint32_t block, std::uint32_t statistics, const Biases& biases,
                              std::uint32_t hidden) {
-    const std::uint32_t of_queries[] = {reader.across + block},
-                        of_cotangents[] = {reader.across + p.shape.array_bytes + block};
-    float of_block[2][1][2][4];
-    biases.load(of_block[0][0]);
-    reader.template multiply_blocks<kHasBias>(of_block[0], keys, of_queries, key_bias.of_products());
-    reader.multiply_blocks(of_block[1], values, of_cotangents, {});
-    const auto &x = of_block[0][0], &y = of_block[1][0];
+    const std::uint32_t query_addresses[] = {reader.across + block},
+                        cotangent_addresses[] = {reader.across + p.shape.array_bytes + block};
+    float products[2][1][2][4];
+    biases.load(products[0][0]);
+    reader.template multiply_blocks<kHasBias>(products[0], keys, query_addresses, key_bias.initial_products());
+    reader.multiply_blocks(products[1], values, cotangent_addresses, {});
+    const auto &x = products[0][0], &y = products[1][0];
     std::uint32_t a[4], b[4];
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -104,35 +104,35 @@ struct RingKeyValueGradient {
       const float2 first = load_statistic(at), second = load_statistic(at + kStatisticsBytes);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const std::uint32_t seen = ~hidden_halves(masks_of_group(hidden, h), r);
+        const std::uint32_t visible = ~hidden_halves(masks_of_group(hidden, h), r);
         const float low = fast_exp2(fmaf(x[h][2 * r], factor, -first.x)),
                     high = fast_exp2(fmaf(x[h][2 * r + 1], factor, -second.x));
-        a[2 * h + r] = pack<Element>(low, high) & seen;
-        b[2 * h + r] = pack<Element>(low * (y[h][2 * r] - first.y), high * (y[h][2 * r + 1] - second.y)) & seen;
+        a[2 * h + r] = pack<Element>(low, high) & visible;
+        b[2 * h + r] = pack<Element>(low * (y[h][2 * r] - first.y), high * (y[h][2 * r + 1] - second.y)) & visible;
       }
     }
-    reader.add_block(of_values, a, reader.along_rows + p.shape.array_bytes + block);
-    reader.add_block(of_keys, b, reader.along_rows + block);
+    reader.add_block(value_sums, a, reader.along_rows + p.shape.array_bytes + block);
+    reader.add_block(key_sums, b, reader.along_rows + block);
     key_bias.template add<Element>(b);
   }
 
   /// Writes a step's gradients. If they are NaN, a query's logsumexp has a significant remainder, and the step is
   /// deferred.
   CUTE_DEVICE void finish(const RingUnit& unit, int step) {
-    if (__any_sync(0xffffffffu, isnan(of_values[0][0]) || isnan(of_values[0][2]))) {
+    if (__any_sync(0xffffffffu, isnan(value_sums[0][0]) || isnan(value_sums[0][2]))) {
       large.add(step - unit.step);
       return;
     }
     int tokens[2];
     reader.masks.find_tokens(p, step, tokens);
     const float scale = p.scale.of(unit.batch * p.heads + unit.head).logits;
-    write_ring_rows<Element, kHeadDim>(p, p.key_gradient, unit, tokens, of_keys, {scale, scale});
-    write_ring_rows<Element, kHeadDim>(p, p.value_gradient, unit, tokens, of_values, {1.f, 1.f});
+    write_ring_rows<Element, kHeadDim>(p, p.key_gradient, unit, tokens, key_sums, {scale, scale});
+    write_ring_rows<Element, kHeadDim>(p, p.value_gradient, unit, tokens, value_sums, {1.f, 1.f});
     key_bias.write(p, unit, tokens);
   }
 
-  CUTE_DEVICE void leave_unit(const RingUnit& unit) {
-    large.for_each([&](int place) { finish_large(unit, unit.step + place); });
+  CUTE_DEVICE void finish_unit(const RingUnit& unit) {
+    large.for_each([&](int index) { finish_large(unit, unit.step + index); });
   }
 
   /// Recomputes a deferred step from global memory, with the remainders, and writes its gradients.
@@ -146,10 +146,10 @@ struct RingKeyValueGradient {
     tile.load_rows(k, p.key);
     tile.load_rows(v, p.value);
     float sums[2][kHeadDim / 2] = {};
-    const auto biases = bias.of_step(unit, step);
-    RingKeyBiasOfRows<kBiases == RingBiases::kOfKeys> biases_of_rows;
+    const auto biases = bias.step_biases(unit, step);
+    RingKeyBiasOfRows<kBiases == RingBiases::kKey> biases_of_rows;
     biases_of_rows.start(p, unit, tokens);
-    tile.for_blocks([&](int token, int across, const auto& is_seen) {
+    tile.for_blocks([&](int token, int across, const auto& is_visible) {
       float x[2][4], y[2][4];
       tile.multiply_keys(x, k, p.query, token, across);
       tile.multiply_keys(y, v, p.out_cotangent, token, across);
@@ -161,11 +161,11 @@ struct RingKeyValueGradient {
         CUTE_UNROLL
         for (int e = 0; e < 2; ++e) {
           weights[e] = gradients[e] = 0.f;
-          if (!is_seen(2 * i + e)) continue;
+          if (!is_visible(2 * i + e)) continue;
           const int at = across + h * kColumns + threadIdx.x % 4 * 2 + e;
           const float4 query = __ldcg(statistics + std::int64_t{token + at * p.pitch[0]} * p.heads);
-          const float product = biases_of_rows.of_product(x[h][2 * r + e], r);
-          const float logit = biases.add(product, r, {at, is_seen.inside, is_seen.along});
+          const float product = biases_of_rows.add_bias(x[h][2 * r + e], r);
+          const float logit = biases.add(product, r, {at, is_visible.inside, is_visible.along});
           weights[e] = weight_of_large(logit, factor, query.z, query.w);
           gradients[e] = weights[e] * (y[h][2 * r + e] - query.y);
         }

@@ -46,23 +46,23 @@ Status encode_boxes(const Problem& problem, const RingParams& p, const void* arr
 /// that belongs to one group of blocks.
 template <class Params>
 Status encode_arrays(const Problem& problem, Params& p) {
-  constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
+  constexpr bool kRowsAreKeys = Params::kKernel == Kernel::kKeyValueGradient;
   if (p.shape.loads != RingLoads::kBoxes) return {};
-  if constexpr (!kOfKeys) {
+  if constexpr (!kRowsAreKeys) {
     for (int i = 0; i < ring_tile_arrays(Params::kKernel); ++i) {
       NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, p.rows_of(i), problem.heads, p.shape.rows, p.tiles[i]));
     }
   }
   const int group[kRank] = {p.shape.wide, p.shape.inner, p.shape.thick};
-  const std::int64_t heads = kOfKeys ? problem.heads : problem.heads_kv;
+  const std::int64_t heads = kRowsAreKeys ? problem.heads : problem.heads_kv;
   for (int i = 0; i < 2; ++i) {
     NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(problem, p, p.columns_of(i), heads, group, p.slabs[i]));
   }
-  if constexpr (kOfKeys) {
+  if constexpr (kRowsAreKeys) {
     // TMA loads the four floats of a query and head as eight 16-bit elements.
-    Problem of_statistics = problem;
-    of_statistics.head_dim = kStatisticsBytes / 2;
-    NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(of_statistics, p, p.statistics, heads, group, p.statistics_slabs));
+    Problem statistics_problem = problem;
+    statistics_problem.head_dim = kStatisticsBytes / 2;
+    NATTEN_JAX_RETURN_IF_FAILED(encode_boxes(statistics_problem, p, p.statistics, heads, group, p.statistics_slabs));
   }
   return {};
 }
@@ -136,26 +136,27 @@ WithRelativeBias<Params> with_relative_bias(const Params& p, const Problem& prob
 
 }  // namespace
 
-Status find_forward_ring(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
+Status find_forward_ring(const Problem& problem, const TileShapes& tiles, Coverage coverage, const Device& device,
                          RingShape& result) {
   result = {};
-  if (!can_have_ring(problem, places)) return {};
+  if (!can_have_ring(problem, coverage)) return {};
   RingLoads loads{};
   NATTEN_JAX_RETURN_IF_FAILED(find_ring_loads(loads));
-  result = find_ring(problem, tiles.query, tiles.kv, Kernel::kForward, places, loads, device);
+  result = find_ring(problem, tiles.query, tiles.kv, Kernel::kForward, coverage, loads, device);
   return {};
 }
 
-Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
+Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Coverage coverage, const Device& device,
                            const Region& region_of_keys, GradientRings& result) {
   result = {};
-  if (!can_have_ring(problem, places)) return {};
+  if (!can_have_ring(problem, coverage)) return {};
   RingLoads loads{};
   NATTEN_JAX_RETURN_IF_FAILED(find_ring_loads(loads));
-  result.of_queries = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, places, loads, device);
-  const RingShape of_keys = find_gradient_ring(problem, places, loads, device);
-  const double of_region = nanoseconds_beside_rings(region_of_keys, problem, Kernel::kKeyValueGradient, places);
-  if (of_keys.nanoseconds < of_region) result.of_keys = of_keys;
+  result.query_gradient = find_ring(problem, tiles.kv, tiles.query, Kernel::kQueryGradient, coverage, loads, device);
+  const RingShape key_value_ring = find_gradient_ring(problem, coverage, loads, device);
+  const double region_nanoseconds =
+      nanoseconds_against_rings(region_of_keys, problem, Kernel::kKeyValueGradient, coverage);
+  if (key_value_ring.nanoseconds < region_nanoseconds) result.key_value_gradient = key_value_ring;
   return {};
 }
 
@@ -164,7 +165,7 @@ Status run_ring_forward(const Problem& problem, const RingShape& shape, const Ar
   LaunchShape launch{};
   NATTEN_JAX_RETURN_IF_FAILED(prepare(problem, shape, arrays, stream, p, launch));
   p.sinks = arrays.sinks;
-  p.are_sinks_of_all = arrays.batch_of_sinks == 1;
+  p.are_sinks_shared = arrays.batch_of_sinks == 1;
   p.out = arrays.out;
   p.logsumexp = arrays.logsumexp;
   p.remainder = arrays.remainder;

@@ -16,19 +16,19 @@ constexpr bool has_ring(const RingShape& shape) {
 }
 
 /// Chooses the ring of a forward pass on the current device.
-Status find_forward_ring(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
+Status find_forward_ring(const Problem& problem, const TileShapes& tiles, Coverage coverage, const Device& device,
                          RingShape& result);
 
 /// Rings of a backward pass, for the kernel of query gradients and the kernel of key and value gradients.
 struct GradientRings {
-  RingShape of_queries, of_keys;
+  RingShape query_gradient, key_value_gradient;
 };
 
 /// Chooses the rings of a backward pass on the current device.
 ///
 /// Args:
 ///   region_of_keys: region of the kernel of key and value gradients. The kernel uses it unless a ring is faster.
-Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Places places, const Device& device,
+Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Coverage coverage, const Device& device,
                            const Region& region_of_keys, GradientRings& result);
 
 /// Runs the forward pass of a checked problem on a stream, with a chosen shape.

@@ -41,7 +41,7 @@ struct RingForwardParams : RingParams {
   static constexpr Kernel kKernel = Kernel::kForward;
 
   const float* sinks;     // [1 or batch, heads] or null: an extra logit per head in the softmax denominator
-  bool are_sinks_of_all;  // all batch entries have the same sinks
+  bool are_sinks_shared;  // all batch entries have the same sinks
   void* out;
   float* logsumexp;
   float* remainder;  // remainder of the logsumexp, or null
@@ -87,13 +87,13 @@ struct RingGradientParams : RingParams {
 };
 
 /// Kind of biases that a kernel with a ring adds to logits.
-enum class RingBiases { kNone, kRelative, kOfKeys };
+enum class RingBiases { kNone, kRelative, kKey };
 
 /// Key biases.
 struct RingKeyBias {
-  const float* of_keys;  // [batch, keys, heads]
-  bool is_of_all_heads;  // all heads have the same biases: `of_keys` is [batch, keys]
-  float* gradient;       // [batch, keys, heads], written by the kernel of key and value gradients
+  const float* biases;      // [batch, keys, heads]
+  bool is_shared_by_heads;  // all heads have the same biases: `biases` is [batch, keys]
+  float* gradient;          // [batch, keys, heads], written by the kernel of key and value gradients
 };
 
 /// Kernel parameters with key biases.
@@ -112,9 +112,8 @@ struct WithRelativeBias : Params {
 
 /// Parameters of a kernel with the given kind of biases.
 template <class Params, RingBiases kBiases>
-using RingParamsOf =
-    std::conditional_t<kBiases == RingBiases::kRelative, WithRelativeBias<Params>,
-                       std::conditional_t<kBiases == RingBiases::kOfKeys, WithKeyBias<Params>, Params>>;
+using RingParamsOf = std::conditional_t<kBiases == RingBiases::kRelative, WithRelativeBias<Params>,
+                                        std::conditional_t<kBiases == RingBiases::kKey, WithKeyBias<Params>, Params>>;
 
 /// True if lanes of loader warps store data next to the slabs. They store key biases if keys are columns.
 template <class Params>

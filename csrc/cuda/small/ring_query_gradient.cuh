@@ -16,7 +16,7 @@ struct RingQueryGradient {
   using Masks = RingMasks<kForm>;
   using Reader = RingReader<Element, kHeadDim, Params, Masks, kLoads>;
   using Operand = RowOperand<Element, kHeadDim>;
-  static constexpr bool kHasKeyBias = kBiases == RingBiases::kOfKeys;
+  static constexpr bool kHasKeyBias = kBiases == RingBiases::kKey;
   static constexpr int kBlocks = Masks::kBlocks;
   static constexpr int kAtOnce = 2;  // blocks whose instructions are interleaved to hide latency
 
@@ -50,7 +50,7 @@ struct RingQueryGradient {
     cotangents = reader.load_tile(1);
     const Operand outs = reader.load_tile(2);
     multiply_rows(delta, cotangents, outs);
-    reader.leave_tile(Reader::loaded(queries) | Reader::loaded(cotangents) | Reader::loaded(outs));
+    reader.release_tile(Reader::loaded(queries) | Reader::loaded(cotangents) | Reader::loaded(outs));
     bool has_large = false;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -80,19 +80,19 @@ struct RingQueryGradient {
   CUTE_DEVICE void add_blocks(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     constexpr int kCount = kBlocks - kFirst < kAtOnce ? kBlocks - kFirst : kAtOnce;
     if constexpr (kCount > 0) {
-      std::uint32_t of_keys[kCount], of_values[kCount];
+      std::uint32_t key_addresses[kCount], value_addresses[kCount];
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
-        of_keys[b] = reader.across + slab + reader.of_block(kFirst + b);
-        of_values[b] = of_keys[b] + p.shape.array_bytes;
+        key_addresses[b] = reader.across + slab + reader.block_offset(kFirst + b);
+        value_addresses[b] = key_addresses[b] + p.shape.array_bytes;
       }
       float x[kCount][2][4], y[kCount][2][4];
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
-        load_ring_key_biases<kHasKeyBias>(x[b], reader.statistics_of(slab, reader.of_block(kFirst + b)));
+        load_ring_key_biases<kHasKeyBias>(x[b], reader.statistics_of(slab, reader.block_offset(kFirst + b)));
       }
-      reader.template multiply_blocks<kHasKeyBias>(x, queries, of_keys, {});
-      reader.multiply_blocks(y, cotangents, of_values, make_float4(-delta[0], -delta[1], -delta[2], -delta[3]));
+      reader.template multiply_blocks<kHasKeyBias>(x, queries, key_addresses, {});
+      reader.multiply_blocks(y, cotangents, value_addresses, make_float4(-delta[0], -delta[1], -delta[2], -delta[3]));
       std::uint32_t a[kCount][4];
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
@@ -110,7 +110,7 @@ struct RingQueryGradient {
       }
       CUTE_UNROLL
       for (int b = 0; b < kCount; ++b) {
-        reader.add_block(gradient, a[b], reader.along_rows + slab + reader.of_block(kFirst + b));
+        reader.add_block(gradient, a[b], reader.along_rows + slab + reader.block_offset(kFirst + b));
       }
       add_blocks<kFirst + kCount>(slab, hidden_of_slab);
     }
@@ -127,8 +127,8 @@ struct RingQueryGradient {
     write_ring_rows<Element, kHeadDim>(p, p.query_gradient, unit, tokens, gradient, {scale, scale});
   }
 
-  CUTE_DEVICE void leave_unit(const RingUnit& unit) {
-    large.for_each([&](int place) { finish_large(unit, unit.step + place); });
+  CUTE_DEVICE void finish_unit(const RingUnit& unit) {
+    large.for_each([&](int index) { finish_large(unit, unit.step + index); });
   }
 
   /// Recomputes a deferred step from global memory, with the remainders, and writes its gradient.
@@ -149,10 +149,10 @@ struct RingQueryGradient {
     keys.load_rows(c, p.out_cotangent);
     float sums[kHeadDim / 2] = {};
     const RingKeyBiasOfColumns<kHasKeyBias> biases(p, unit);
-    keys.for_blocks([&](int token, int across, const auto& is_seen) {
+    keys.for_blocks([&](int token, int across, const auto& is_visible) {
       float x[2][4], y[2][4];
       keys.multiply_keys(x, q, p.key, token, across);
-      biases.add(x, token, across, is_seen);
+      biases.add(x, token, across, is_visible);
       keys.multiply_keys(y, c, p.value, token, across);
       std::uint32_t a[4];
       CUTE_UNROLL
@@ -161,8 +161,8 @@ struct RingQueryGradient {
         float both[2];
         CUTE_UNROLL
         for (int e = 0; e < 2; ++e) {
-          const float logit = x[i / 2][i % 2 * 2 + e], of_weight = y[i / 2][i % 2 * 2 + e] - row.y;
-          both[e] = is_seen(2 * i + e) ? weight_of_large(logit, factor, row.z, row.w) * of_weight : 0.f;
+          const float logit = x[i / 2][i % 2 * 2 + e], weight_gradient = y[i / 2][i % 2 * 2 + e] - row.y;
+          both[e] = is_visible(2 * i + e) ? weight_of_large(logit, factor, row.z, row.w) * weight_gradient : 0.f;
         }
         a[i] = pack<Element>(both[0], both[1]);
       }

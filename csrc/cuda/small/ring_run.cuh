@@ -29,8 +29,8 @@ constexpr int loader_registers(bool lanes_store) {
   return lanes_store ? 56 : 32;
 }
 
-/// Runs a kernel. Loader warps load slabs and tiles. Compute warps process them with functions of class `Own`.
-template <RingLoads kLoads, int kHeadDim, class Own, class Params>
+/// Runs a kernel. Loader warps load slabs and tiles. Compute warps process them with functions of class `Worker`.
+template <RingLoads kLoads, int kHeadDim, class Worker, class Params>
 CUTE_DEVICE void run_ring(const Params& p) {
   if constexpr (is_ring_compiled(kLoads)) {
     constexpr bool kHasBoxes = kLoads == RingLoads::kBoxes;
@@ -50,9 +50,9 @@ CUTE_DEVICE void run_ring(const Params& p) {
     if (warp < kWarps) {
       if constexpr (kHasBoxes) cutlass::arch::warpgroup_reg_alloc<ring_registers(kWarps, kLanesStore<Params>)>();
       if (warp >= p.shape.warps) return;
-      typename Own::Reader reader{p, along, barriers, shared};
-      Own own(p, reader);
-      reader.walk(own);
+      typename Worker::Reader reader{p, along, barriers, shared};
+      Worker worker(p, reader);
+      reader.walk(worker);
     } else if constexpr (kHasBoxes) {
       cutlass::arch::warpgroup_reg_dealloc<loader_registers(kLanesStore<Params>)>();
       if (kLanesStore<Params> || threadIdx.x % 32 == 0)

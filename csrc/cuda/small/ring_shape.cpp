@@ -17,18 +17,18 @@ constexpr std::int64_t kSwizzle = 1024, kAlignment = 128, kLanes = 32;
 
 /// Cost model of the work on an SM. Costs are times in nanoseconds, unless a field is described otherwise.
 struct RingCosts {
-  double tile;        ///< Fixed time of a tile.
-  double slab;        ///< Time of a tile per slab that it sees.
-  double block;       ///< Time of a tile per block that it sees.
-  double of_waiting;  ///< The time of a tile is multiplied by (possible warps / actual warps)^of_waiting, because
-                      ///< fewer warps hide less latency.
-  double first;       ///< Fixed time of a CTA's first segment. The time to load the slabs of its first step is added.
-  double next;        ///< Fixed time of each later segment.
-  double waits;       ///< A later segment waits for this fraction of the time to load its first slabs. The previous
-                      ///< segment hides the rest.
-  double of_strip;    ///< Time per loaded slab, however many tiles see it: all warps have to release it.
-  double of_slowest;  ///< `block` is multiplied by (blocks of a strip's busiest warp / average blocks of a
-                      ///< warp)^of_slowest.
+  double tile;              ///< Fixed time of a tile.
+  double slab;              ///< Time of a tile per slab that it sees.
+  double block;             ///< Time of a tile per block that it sees.
+  double waiting_exponent;  ///< The time of a tile is multiplied by (possible warps / actual warps)^waiting_exponent,
+                            ///< because fewer warps hide less latency.
+  double first;        ///< Fixed time of a CTA's first segment. The time to load the slabs of its first step is added.
+  double next;         ///< Fixed time of each later segment.
+  double waits;        ///< A later segment waits for this fraction of the time to load its first slabs. The previous
+                       ///< segment hides the rest.
+  double loaded_slab;  ///< Time per loaded slab, however many tiles see it: all warps have to release it.
+  double slowest_exponent;  ///< `block` is multiplied by (blocks of a strip's busiest warp / average blocks of a
+                            ///< warp)^slowest_exponent.
 };
 
 /// Costs with slabs that TMA loads. They were fitted to the times of 5,700 launches of 200 problems on an H100. 90% of
@@ -72,7 +72,7 @@ constexpr RingCosts costs_of(RingLoads loads, Kernel kernel, std::int64_t head_d
 }
 
 /// Returns the factor by which biases increase the time of steps, as measured on an H100.
-double of_biases(const Problem& problem, Kernel kernel) {
+double bias_factor(const Problem& problem, Kernel kernel) {
   const bool is_wide = problem.head_dim == 64;
   const auto by_width = [&](double wide, double narrow) { return is_wide ? wide : narrow; };
   if (problem.has_relative_bias) return kernel == Kernel::kForward ? by_width(1.09, 1.18) : by_width(1.08, 1.14);
@@ -98,11 +98,11 @@ constexpr double kClearly = 1.05;
 
 /// Factor on the estimates of regions for key and value gradients. On an H100, rings were faster for 42 of 43 problems,
 /// and a wrong choice of a ring costs less time than a wrong choice of a region.
-constexpr double kOfKeyGradients = 1.15;
+constexpr double kKeyGradientFactor = 1.15;
 
 /// Factor on the estimates of regions for problems with biases that rings also support. On an H100, forward passes of
 /// four problems took 1.12 to 1.26 times as long as estimated for regions.
-constexpr double kOfBiasedRegions = 1.15;
+constexpr double kBiasedRegionFactor = 1.15;
 
 /// Minimum number of keys in a window. With fewer keys, the fixed work per tile dominates. For example, NAT's first
 /// stage, with windows of 7 x 7 keys, took 60 microseconds with a ring and 52 with regions on an H100.
@@ -133,16 +133,16 @@ bool is_sequence(const Problem& problem) {
 /// Numbers of blocks of a slab that a warp sees:
 /// - average: average over all warps.
 /// - most: average over the warps of the busiest strip.
-/// - of_slowest: average over the busiest warps of all strips.
+/// - slowest: average over the busiest warps of all strips.
 struct BlocksOfSlab {
-  double average, most, of_slowest;
+  double average, most, slowest;
 };
 
 /// Average numbers of slabs per step:
-/// - seen: slabs that the step's tiles see.
+/// - visible: slabs that the step's tiles see.
 /// - coming: slabs that the step's tiles see, and no earlier step of the strip.
 struct SlabsOfStep {
-  double seen, coming;
+  double visible, coming;
 };
 
 /// Divides strips into the number of segments with the shortest estimated launch time.
@@ -150,63 +150,65 @@ void choose_segments(const Problem& problem, Kernel kernel, const Device& device
                      BlocksOfSlab blocks, std::int64_t first_bytes, RingShape& shape) {
   const RingCosts costs = costs_of(shape.loads, kernel, problem.head_dim);
   const std::int64_t strips = problem.batch * problem.heads * shape.strips[0] * shape.strips[1],
-                     beside = std::int64_t{shape.beside[0]} * shape.beside[1];
-  // Number of turns (groups of adjacent warps) that work at the same time. These are the turns for which the ring can
-  // hold all slabs, and one turn for which it holds only some of them.
-  const double held_turns = 2 + (shape.slots - slabs.seen) * shape.thick / shape.rows[2],
-               turns = std::clamp<double>(held_turns, 1, shape.turns());
-  const double warps = static_cast<double>(beside) * turns,
+                     adjacent = std::int64_t{shape.adjacent[0]} * shape.adjacent[1];
+  // Number of warp sets (RingShape::warp_sets) that work at the same time. These are the warp sets for which the ring
+  // can hold all slabs, and one warp set for which it holds only some of them.
+  const double held_sets = 2 + (shape.slots - slabs.visible) * shape.thick / shape.rows[2],
+               sets = std::clamp<double>(held_sets, 1, shape.warp_sets());
+  const double warps = static_cast<double>(adjacent) * sets,
                waiting = most_ring_warps(RingLoads::kBoxes, narrow(problem.head_dim)) / warps;
-  const double longer = std::pow(waiting, costs.of_waiting) * of_biases(problem, kernel),
-               slower = std::pow(blocks.of_slowest / blocks.average, costs.of_slowest);
+  const double longer = std::pow(waiting, costs.waiting_exponent) * bias_factor(problem, kernel),
+               slower = std::pow(blocks.slowest / blocks.average, costs.slowest_exponent);
   const auto step_of = [&](double blocks_of_slab) {
-    const double tile = costs.tile + (costs.slab + costs.block * slower * blocks_of_slab) * slabs.seen;
-    return static_cast<double>(beside) * tile * longer + slabs.coming * costs.of_strip;
+    const double tile = costs.tile + (costs.slab + costs.block * slower * blocks_of_slab) * slabs.visible;
+    return static_cast<double>(adjacent) * tile * longer + slabs.coming * costs.loaded_slab;
   };
   const double loads = static_cast<double>(first_bytes) / kBytes, first = costs.first + loads,
                next = costs.next + costs.waits * loads;
   shape.nanoseconds = std::numeric_limits<double>::max();
   for (std::int64_t segments = 1; segments <= shape.steps; ++segments) {
-    const std::int64_t of_segment = divide_up(shape.steps, segments);
-    if (of_segment > most_segment_steps(shape.loads) || divide_up(shape.steps, of_segment) != segments) continue;
+    const std::int64_t steps_per_segment = divide_up(shape.steps, segments);
+    if (steps_per_segment > most_segment_steps(shape.loads) || divide_up(shape.steps, steps_per_segment) != segments)
+      continue;
     const auto rounds = static_cast<double>(divide_up(strips * segments, device.multiprocessors));
     // The strip with the most work may be in the last round.
     const double steps =
-        static_cast<double>(of_segment) * ((rounds - 1) * step_of(blocks.average) + step_of(blocks.most));
+        static_cast<double>(steps_per_segment) * ((rounds - 1) * step_of(blocks.average) + step_of(blocks.most));
     const double nanoseconds =
         (kLaunch + steps + first + (rounds - 1) * next) * (shape.loads == RingLoads::kChunks ? kClearly : 1);
     if (nanoseconds >= shape.nanoseconds) continue;
     shape.nanoseconds = nanoseconds;
     shape.segments = narrow(segments);
-    shape.segment_steps = narrow(of_segment);
+    shape.segment_steps = narrow(steps_per_segment);
   }
 }
 
 /// Computes the remaining fields of a shape from its tiles and from the arrangement of its warps. Returns false if the
 /// shape cannot be launched.
-bool complete(const Problem& problem, Kernel kernel, const Device& device, const SeenBlocks& by_groups,
-              const SeenBlocks& by_inner, const SeenSlabs& slabs, RingShape& shape) {
+bool complete(const Problem& problem, Kernel kernel, const Device& device, const VisibleBlocks& by_groups,
+              const VisibleBlocks& by_inner, const VisibleSlabs& slabs, RingShape& shape) {
   const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
   const auto length = [&](int i) { return problem.axes[shape.dimension[i]].kv.extent; };
   for (int i = 0; i < 2; ++i) {
-    shape.strips[i] = narrow(divide_up(length(i), std::int64_t{shape.rows[i]} * shape.beside[i]));
+    shape.strips[i] = narrow(divide_up(length(i), std::int64_t{shape.rows[i]} * shape.adjacent[i]));
   }
   const std::int64_t strips = std::int64_t{shape.strips[0]} * shape.strips[1],
-                     beside = std::int64_t{shape.beside[0]} * shape.beside[1], tiles = strips * beside;
-  std::int64_t groups = by_groups.of_strip, inner = by_inner.of_strip, blocks = by_groups.of_all * by_inner.of_all,
-               most_blocks = by_groups.of_warps * by_inner.of_warps,
-               slowest_blocks = by_groups.of_slowest * by_inner.of_slowest;
-  shape.blocks = narrow(by_groups.of_warp * by_inner.of_warp);
+                     adjacent = std::int64_t{shape.adjacent[0]} * shape.adjacent[1], tiles = strips * adjacent;
+  std::int64_t groups = by_groups.strip_extent, inner = by_inner.strip_extent,
+               blocks = by_groups.total * by_inner.total,
+               most_blocks = by_groups.max_per_strip * by_inner.max_per_strip,
+               slowest_blocks = by_groups.slowest_total * by_inner.slowest_total;
+  shape.blocks = narrow(by_groups.max_per_warp * by_inner.max_per_warp);
   if (!rows_are_keys) {
-    const auto* const form = std::find_if(std::begin(kRingForms), std::end(kRingForms), [&](const RingForm& each) {
-      return by_groups.of_warp <= each.groups && by_inner.of_warp <= each.inner;
+    const auto* const form = std::find_if(std::begin(kRingForms), std::end(kRingForms), [&](const RingForm& candidate) {
+      return by_groups.max_per_warp <= candidate.groups && by_inner.max_per_warp <= candidate.inner;
     });
     if (form == std::end(kRingForms)) return false;
     shape.form = narrow(form - std::begin(kRingForms));
     groups = std::max<std::int64_t>(groups, form->groups);
     inner = std::max<std::int64_t>(inner, form->inner);
     blocks = tiles * form->blocks();
-    most_blocks = beside * form->blocks();
+    most_blocks = adjacent * form->blocks();
     slowest_blocks = strips * form->blocks();
   }
   shape.groups = narrow(groups);
@@ -218,8 +220,8 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   const std::int64_t tile_bytes = std::int64_t{shape.tile_bytes} * shape.warps * ring_tile_arrays(kernel);
   const std::int64_t window_bytes = divide_up(length(2) * 4, kAlignment) * kAlignment;
   if (problem.has_key_bias && !rows_are_keys && keys_of_slab > kMostBiasedKeys) return false;
-  const std::int64_t of_key = problem.has_key_bias ? kKeyBiasBytes / kBlockKeys : 0,
-                     statistics_bytes = keys_of_slab * (rows_are_keys ? kStatisticsBytes : of_key);
+  const std::int64_t key_bias_bytes = problem.has_key_bias ? kKeyBiasBytes / kBlockKeys : 0,
+                     statistics_bytes = keys_of_slab * (rows_are_keys ? kStatisticsBytes : key_bias_bytes);
   const std::int64_t mask_bytes = rows_are_keys ? std::int64_t{shape.warps} * shape.blocks * kLanes : 0;
   const std::int64_t bias_bytes = shape.bias_line > 0 ? RingBias(problem.axes, shape, kernel).bytes : 0;
   const std::int64_t slots = std::min<std::int64_t>(
@@ -241,13 +243,13 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
   shape.bytes = narrow(shape.barriers + kRingBarrierBytes + bias_bytes);
   const auto quotient = [](std::int64_t a, std::int64_t b) { return static_cast<double>(a) / static_cast<double>(b); };
   choose_segments(problem, kernel, device, {quotient(slabs.all, shape.steps), quotient(slabs.count, shape.steps)},
-                  {quotient(blocks, tiles), quotient(most_blocks, beside), quotient(slowest_blocks, strips)},
+                  {quotient(blocks, tiles), quotient(most_blocks, adjacent), quotient(slowest_blocks, strips)},
                   slabs.most * 2 * shape.array_bytes, shape);
   shape.pairs = slabs.all * blocks * kBlockKeys * kRows;
   shape.keys = 0;
-  const std::int64_t of_segment = std::int64_t{shape.segment_steps} * slabs.depth;
-  for (std::int64_t row = 0; row < length(2); row += of_segment) {
-    const auto [first, end] = slabs.of_rows(row, of_segment);
+  const std::int64_t segment_rows = std::int64_t{shape.segment_steps} * slabs.depth;
+  for (std::int64_t row = 0; row < length(2); row += segment_rows) {
+    const auto [first, end] = slabs.slab_range(row, segment_rows);
     shape.keys += strips * (end - first) * keys_of_slab;
   }
   return problem.batch * problem.heads * strips * shape.segments < std::int64_t{1} << 31;
@@ -263,7 +265,7 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
   // 1 must have a single token.
   if ((is_thick && inside.length() > 1) || along.length() > kLongestStrip) return;
   const std::int64_t high = is_thick ? 1 : kBlockKeys / shape.wide;
-  const SeenSlabs slabs(along, shape.rows[2], shape.thick);
+  const VisibleSlabs slabs(along, shape.rows[2], shape.thick);
   shape.thick_shift = shape.thick == 8 ? 3 : shape.thick == 4 ? 2 : 0;
   shape.phase[0] = across.phase(shape.rows[0], shape.wide);
   shape.phase[1] = is_thick ? 0 : inside.phase(shape.rows[1], high);
@@ -271,13 +273,13 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
   shape.steps = narrow(divide_up(along.length(), shape.rows[2]));
   shape.bias_line = problem.has_relative_bias ? ring_bias_line(problem, shape) : 0;
   const int most = most_ring_warps(shape.loads, narrow(problem.head_dim));
-  std::vector<SeenBlocks> by_inner;
+  std::vector<VisibleBlocks> by_inner;
   for (int b = 1; b <= most; ++b) by_inner.emplace_back(inside, shape.rows[1], b, high, shape.phase[1]);
   for (int a = 1; a <= most; ++a) {
-    const SeenBlocks by_groups(across, shape.rows[0], a, shape.wide, shape.phase[0]);
+    const VisibleBlocks by_groups(across, shape.rows[0], a, shape.wide, shape.phase[0]);
     for (int b = 1; a * b <= most; ++b) {
-      shape.beside[0] = a;
-      shape.beside[1] = b;
+      shape.adjacent[0] = a;
+      shape.adjacent[1] = b;
       shape.warps = most / (a * b) * (a * b);
       if (!complete(problem, kernel, device, by_groups, by_inner[b - 1], slabs, shape)) continue;
       if (best.warps == 0 || shape.nanoseconds < best.nanoseconds) best = shape;
@@ -287,8 +289,8 @@ void take_fastest(const Problem& problem, Kernel kernel, const Device& device, R
 
 }  // namespace
 
-bool can_have_ring(const Problem& problem, Places places) {
-  if (places != Places::kComplete || problem.additional_kv > 0) return false;
+bool can_have_ring(const Problem& problem, Coverage coverage) {
+  if (coverage != Coverage::kComplete || problem.additional_kv > 0) return false;
   if (problem.head_dim != problem.head_dim_v || (problem.head_dim != 32 && problem.head_dim != 64)) return false;
   if (keys_of_window(problem) < kLeastKeys || is_sequence(problem)) return false;
   return std::all_of(std::begin(problem.axes), std::end(problem.axes), [](const Axis& axis) {
@@ -299,22 +301,22 @@ bool can_have_ring(const Problem& problem, Places places) {
   });
 }
 
-bool is_timed_beside_rings(const Problem& problem, Places places) {
+bool is_timed_against_rings(const Problem& problem, Coverage coverage) {
   // Regions were not timed against rings with key biases.
-  return can_have_ring(problem, places) && !problem.has_key_bias && keys_of_window(problem) <= kMostKeysTimed;
+  return can_have_ring(problem, coverage) && !problem.has_key_bias && keys_of_window(problem) <= kMostKeysTimed;
 }
 
-bool can_have_gradient_ring(const Problem& problem, Places places) {
-  return problem.heads == problem.heads_kv && can_have_ring(problem, places);
+bool can_have_gradient_ring(const Problem& problem, Coverage coverage) {
+  return problem.heads == problem.heads_kv && can_have_ring(problem, coverage);
 }
 
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                      Kernel kernel, Places places, RingLoads loads, const Device& device) {
+                      Kernel kernel, Coverage coverage, RingLoads loads, const Device& device) {
   RingShape best{};
   // The kernel of query gradients would also have to compute the gradient of the relative bias, which rings do not
   // support.
   if (problem.has_relative_bias && kernel == Kernel::kQueryGradient) return best;
-  if (!can_have_ring(problem, places) || !is_compiled_with_biases(problem, loads)) return best;
+  if (!can_have_ring(problem, coverage) || !is_compiled_with_biases(problem, loads)) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     RingShape shape{};
@@ -332,9 +334,9 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
   return best;
 }
 
-RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device) {
+RingShape choose_gradient_ring(const Problem& problem, Coverage coverage, RingLoads loads, const Device& device) {
   RingShape best{};
-  if (!can_have_gradient_ring(problem, places) || !is_compiled_with_biases(problem, loads)) return best;
+  if (!can_have_gradient_ring(problem, coverage) || !is_compiled_with_biases(problem, loads)) return best;
   int dimension[kRank] = {0, 1, 2};
   do {
     const auto length = [&](int i) { return problem.axes[dimension[i]].kv.extent; };
@@ -364,20 +366,20 @@ RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads 
   return best;
 }
 
-double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places) {
+double nanoseconds_against_rings(const Region& region, const Problem& problem, Kernel kernel, Coverage coverage) {
   if (kernel == Kernel::kKeyValueGradient) {
-    return region.nanoseconds * (can_have_gradient_ring(problem, places) ? kOfKeyGradients : 1);
+    return region.nanoseconds * (can_have_gradient_ring(problem, coverage) ? kKeyGradientFactor : 1);
   }
   const bool has_biases = problem.has_key_bias || (problem.has_relative_bias && kernel == Kernel::kForward);
-  return region.nanoseconds * (has_biases && can_have_ring(problem, places) ? kOfBiasedRegions : 1);
+  return region.nanoseconds * (has_biases && can_have_ring(problem, coverage) ? kBiasedRegionFactor : 1);
 }
 
-RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
-                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, RingLoads loads,
+RingShape choose_faster_ring(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
+                             const std::int64_t (&columns)[kRank], Kernel kernel, Coverage coverage, RingLoads loads,
                              const Device& device) {
-  const RingShape ring = choose_ring(problem, rows, columns, kernel, places, loads, device);
-  const double of_region = nanoseconds_beside_rings(region, problem, kernel, places);
-  return ring.warps > 0 && ring.nanoseconds < of_region ? ring : RingShape{};
+  const RingShape ring = choose_ring(problem, rows, columns, kernel, coverage, loads, device);
+  const double region_nanoseconds = nanoseconds_against_rings(region, problem, kernel, coverage);
+  return ring.warps > 0 && ring.nanoseconds < region_nanoseconds ? ring : RingShape{};
 }
 
 }  // namespace natten_jax::small

@@ -79,7 +79,7 @@ struct RingShape {
   int dimension[kRank];  ///< The problem's dimension for each dimension of the shape.
   int rows[kRank];       ///< Extents of a warp's tile in tokens, powers of two.
   int warps;             ///< Number of compute warps of a CTA; 0 if rings do not support the problem.
-  int beside[2];         ///< Number of adjacent warps in dimensions 0 and 1. They compute the tiles of one step.
+  int adjacent[2];       ///< Number of adjacent warps in dimensions 0 and 1. They compute the tiles of one step.
   int form;              ///< Index into kRingForms, if rows are queries.
   int blocks;            ///< Maximum number of blocks of a slab that a warp sees.
   // A slab has [groups, thick, inner, wide] columns in dimensions 0, 2, 1 and 0 of the shape. In each dimension, its
@@ -93,7 +93,7 @@ struct RingShape {
   int strips[2];                ///< Number of strips in dimensions 0 and 1.
   int steps;                    ///< Number of steps of a strip.
   int segments, segment_steps;  ///< A strip is divided into `segments` segments of `segment_steps` steps each.
-  int turn;                     ///< Rotation of the map from CTAs to units, per round (unit_of_round).
+  int rotation;                 ///< Rotation of the map from CTAs to units, per round (unit_of_round).
   int array_bytes;              ///< Bytes of a slab in one array.
   int tile_bytes;               ///< Bytes of a tile in one array.
   // Byte offsets in shared memory, and its size.
@@ -103,43 +103,43 @@ struct RingShape {
   // Numbers per batch entry and head: pairs of a row and a column that are multiplied, and columns that are loaded.
   std::int64_t pairs, keys;
 
-  /// Returns the number of turns. A turn is a group of adjacent warps, which process one step. The turns of a CTA
-  /// process different steps of a strip concurrently.
-  constexpr int turns() const { return warps / (beside[0] * beside[1]); }
+  /// Returns the number of warp sets. A warp set consists of adjacent warps, which process one step. The warp sets of a
+  /// CTA process different steps of a strip concurrently.
+  constexpr int warp_sets() const { return warps / (adjacent[0] * adjacent[1]); }
 };
 
 /// True if rings support the features of a problem: heads of 32 and 64, windows of many keys in two or three
 /// dimensions, and complete layouts without dilation, additional tokens or wrapped dimensions. Not every such problem
 /// has a shape that can be launched. This check is cheap, and comes before the choice of a shape.
-bool can_have_ring(const Problem& problem, Places places);
+bool can_have_ring(const Problem& problem, Coverage coverage);
 
 /// True if regions were timed against rings for such problems. Regions then have other cost estimates.
-bool is_timed_beside_rings(const Problem& problem, Places places);
+bool is_timed_against_rings(const Problem& problem, Coverage coverage);
 
 /// True if the kernel of key and value gradients with a ring supports the features of a problem. It requires that each
 /// query head has a separate key/value head.
-bool can_have_gradient_ring(const Problem& problem, Places places);
+bool can_have_gradient_ring(const Problem& problem, Coverage coverage);
 
 /// Returns the shape of the fastest launch of a kernel that owns queries, for tiles of kRows queries, groups of
 /// kColumns keys and a method of loading slabs. `warps` is 0 if rings do not support the problem, or if no kernel is
 /// compiled for the problem's biases. The kernel of query gradients does not support a relative bias.
 RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
-                      Kernel kernel, Places places, RingLoads loads, const Device& device);
+                      Kernel kernel, Coverage coverage, RingLoads loads, const Device& device);
 
 /// Returns the shape of the fastest launch of the kernel of key and value gradients. This function also chooses the
 /// tiles. With biases, `warps` is 0 unless slabs are loaded as boxes.
-RingShape choose_gradient_ring(const Problem& problem, Places places, RingLoads loads, const Device& device);
+RingShape choose_gradient_ring(const Problem& problem, Coverage coverage, RingLoads loads, const Device& device);
 
-/// Chooses `turn`, the rotation of the map from CTAs to units per round, such that CTAs have about equal work: some
+/// Chooses `rotation`, the rotation of the map from CTAs to units per round, such that CTAs have about equal work: some
 /// strips see more columns than others.
 void balance_ring(const Problem& problem, Kernel kernel, const Device& device, RingShape& shape);
 
 /// Returns the estimated time of a launch with a region, in nanoseconds, for comparison with the estimates of rings.
-double nanoseconds_beside_rings(const Region& region, const Problem& problem, Kernel kernel, Places places);
+double nanoseconds_against_rings(const Region& region, const Problem& problem, Kernel kernel, Coverage coverage);
 
 /// Like choose_ring, but `warps` is also 0 if the launch with a region is estimated to be faster.
-RingShape choose_ring_before(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
-                             const std::int64_t (&columns)[kRank], Kernel kernel, Places places, RingLoads loads,
+RingShape choose_faster_ring(const Region& region, const Problem& problem, const std::int64_t (&rows)[kRank],
+                             const std::int64_t (&columns)[kRank], Kernel kernel, Coverage coverage, RingLoads loads,
                              const Device& device);
 
 }  // namespace natten_jax::small

@@ -30,11 +30,11 @@ CUTE_DEVICE Byte* ring_row(const RingParams& p, Byte* array, const RingUnit& uni
   return array + row * (2 * kHeadDim);
 }
 
-/// Writes a tile's sums. The sums of each row are multiplied by the row's factor in `of_rows`. Rows with negative
+/// Writes a tile's sums. The sums of each row are multiplied by the row's factor in `row_factors`. Rows with negative
 /// tokens are not written.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void write_ring_rows(const RingParams& p, void* array, const RingUnit& unit, const int (&tokens)[2],
-                                 const float (&sums)[kHeadDim / 8][4], const float (&of_rows)[2]) {
+                                 const float (&sums)[kHeadDim / 8][4], const float (&row_factors)[2]) {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     char* const to = ring_row<kHeadDim>(p, static_cast<char*>(array), unit, tokens[r]);
@@ -44,7 +44,7 @@ CUTE_DEVICE void write_ring_rows(const RingParams& p, void* array, const RingUni
       CUTE_UNROLL
       for (int n = 0; n < 4; ++n) {
         const float* const x = sums[4 * i + n] + 2 * r;
-        words[n] = pack<Element>(x[0] * of_rows[r], x[1] * of_rows[r]);
+        words[n] = pack<Element>(x[0] * row_factors[r], x[1] * row_factors[r]);
       }
       transpose_words(words);
       if (tokens[r] >= 0) {
@@ -59,7 +59,7 @@ CUTE_DEVICE void write_ring_rows(const RingParams& p, void* array, const RingUni
 /// write_ring_rows, and key and value gradients took 2.5% more time.
 template <class Element, int kHeadDim>
 CUTE_DEVICE void write_ring_rows_in_words(const RingParams& p, void* array, const RingUnit& unit,
-                                          const int (&tokens)[2], const float* sums, const float (&of_rows)[2]) {
+                                          const int (&tokens)[2], const float* sums, const float (&row_factors)[2]) {
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     if (tokens[r] < 0) continue;
@@ -67,7 +67,7 @@ CUTE_DEVICE void write_ring_rows_in_words(const RingParams& p, void* array, cons
     CUTE_UNROLL
     for (int n = 0; n < kHeadDim / 8; ++n) {
       const float* const x = sums + 4 * n + 2 * r;
-      *reinterpret_cast<std::uint32_t*>(to + 16 * n) = pack<Element>(x[0] * of_rows[r], x[1] * of_rows[r]);
+      *reinterpret_cast<std::uint32_t*>(to + 16 * n) = pack<Element>(x[0] * row_factors[r], x[1] * row_factors[r]);
     }
   }
 }

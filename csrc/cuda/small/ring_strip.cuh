@@ -12,8 +12,8 @@ namespace natten_jax::small {
 /// The map from CTAs to units rotates from round to round. Otherwise the same CTAs would get the strips with the most
 /// work in every round, and would finish late.
 CUTE_DEVICE int unit_of_round(const RingParams& p, int round) {
-  const unsigned ctas = gridDim.x, turned = static_cast<unsigned>(round) * p.shape.turn % ctas;
-  return static_cast<int>(round * ctas + (blockIdx.x + turned) % ctas);
+  const unsigned ctas = gridDim.x, shift = static_cast<unsigned>(round) * p.shape.rotation % ctas;
+  return static_cast<int>(round * ctas + (blockIdx.x + shift) % ctas);
 }
 
 /// The work of a CTA in a round: a segment of a strip, for one batch entry and head. Consecutive units run at the same
@@ -36,14 +36,14 @@ struct RingUnit {
 
 /// Returns the address of a row's 16-byte chunk with TMA's swizzle. `rows` is the address of the first row.
 template <int kHeadDim>
-CUTE_DEVICE std::uint32_t place_of_chunk(std::uint32_t rows, int row, int chunk) {
+CUTE_DEVICE std::uint32_t chunk_address(std::uint32_t rows, int row, int chunk) {
   return rows + row * 2 * kHeadDim + (chunk ^ (kHeadDim == 32 ? row >> 1 & 3 : row & 7)) * 16;
 }
 
 /// Returns the range of columns that a row sees along a dimension. Rows past the end of the layout are treated as its
 /// last row.
 template <bool kRowsAreKeys>
-CUTE_DEVICE Range<int> seen_by(const DeviceAxis& axis, int row) {
+CUTE_DEVICE Range<int> visible_range(const DeviceAxis& axis, int row) {
   const int length = axis.query_extent, at = min(row, length - 1);
   if constexpr (kRowsAreKeys) return inverse_window_bounds(axis, at, length, length);
   return window_bounds(axis, at, length);
@@ -56,9 +56,9 @@ struct RingStrip {
 
   CUTE_DEVICE RingStrip(const RingParams& p, const RingUnit& unit) {
     const RingShape& shape = p.shape;
-    across = seen_by<kRowsAreKeys>(p.axis[0], unit.across * shape.beside[0] * shape.rows[0]).begin;
+    across = visible_range<kRowsAreKeys>(p.axis[0], unit.across * shape.adjacent[0] * shape.rows[0]).begin;
     across -= (across - shape.phase[0] + shape.wide) & (shape.wide - 1);
-    inside = seen_by<kRowsAreKeys>(p.axis[1], unit.inside * shape.beside[1] * shape.rows[1]).begin;
+    inside = visible_range<kRowsAreKeys>(p.axis[1], unit.inside * shape.adjacent[1] * shape.rows[1]).begin;
     if (shape.thick == 1) inside -= (inside - shape.phase[1] + kBlockKeys) & (kBlockKeys / shape.wide - 1);
   }
 };
@@ -77,20 +77,21 @@ struct RingAlong {
   template <bool kRowsAreKeys>
   CUTE_DEVICE static void tabulate(const RingParams& p, char* raw) {
     for (int i = threadIdx.x; i < p.axis[2].query_extent; i += blockDim.x) {
-      const Range<int> window = seen_by<kRowsAreKeys>(p.axis[2], i);
+      const Range<int> window = visible_range<kRowsAreKeys>(p.axis[2], i);
       reinterpret_cast<std::uint32_t*>(raw + p.shape.windows)[i] = window.begin | window.end << 16;
     }
   }
 
-  CUTE_DEVICE Range<int> seen(int row) const {
+  CUTE_DEVICE Range<int> load_range(int row) const {
     const std::uint32_t window = load_word(windows + 4 * row);
     return {static_cast<int>(window & 0xffff), static_cast<int>(window >> 16)};
   }
 
   /// Returns the range of slabs that the tiles of a step see.
-  CUTE_DEVICE int2 of_step(int step) const {
+  CUTE_DEVICE int2 step_slabs(int step) const {
     const int depth = p.shape.rows[2], thick = p.shape.thick, phase = p.shape.phase[2],
-              first = seen(step * depth).begin - phase, last = seen(min((step + 1) * depth, length()) - 1).end - phase;
+              first = load_range(step * depth).begin - phase,
+              last = load_range(min((step + 1) * depth, length()) - 1).end - phase;
     return make_int2(((first + thick) >> p.shape.thick_shift) - 1, ((last + 2 * thick - 1) >> p.shape.thick_shift) - 1);
   }
 
@@ -98,7 +99,7 @@ struct RingAlong {
 };
 
 /// Slot of a slab in the ring, and parity of the slot's barriers.
-struct RingPlace {
+struct RingPosition {
   int slot = 0, parity = 0;
 
   CUTE_DEVICE void advance(int slots) {
@@ -119,14 +120,14 @@ struct RingPlace {
 };
 
 /// Returns the coordinate of row `row` of a tile in dimension `d`, relative to the tile.
-CUTE_DEVICE int place_of_row(const RingShape& shape, int row, int d) {
+CUTE_DEVICE int row_coordinate(const RingShape& shape, int row, int d) {
   if (d > 0) row >>= logarithm(shape.rows[0]);
   if (d > 1) row >>= logarithm(shape.rows[1]);
   return row & (shape.rows[d] - 1);
 }
 
-/// Returns the mask bits of two elements in the format that `hiding` reads: the lane's elements in its first or second
-/// row (`row`) and in the first or second group of a block (`group`).
+/// Returns the mask bits of two elements in the format that `additive_mask` reads: the lane's elements in its first or
+/// second row (`row`) and in the first or second group of a block (`group`).
 CUTE_DEVICE constexpr std::uint32_t bits_of_row(int row, int group) {
   return (group == 0 ? 0x0808u : 0x8080u) << (16 * row);
 }
@@ -138,21 +139,21 @@ CUTE_DEVICE int ring_warp() {
 
 /// Returns `number`, and hides its value from the compiler. The compiler then does not keep values that are derived
 /// from it in registers across steps.
-CUTE_DEVICE int kept_number(int number) {
+CUTE_DEVICE int opaque_number(int number) {
   return static_cast<int>(kept(static_cast<std::uint32_t>(number)));
 }
 
 /// Returns the coordinates of a warp among the adjacent warps of a step, in dimensions 0 and 1.
-CUTE_DEVICE int2 place_of_warp(const RingShape& shape, int warp) {
-  return make_int2(warp % shape.beside[0], warp / shape.beside[0] % shape.beside[1]);
+CUTE_DEVICE int2 warp_coordinates(const RingShape& shape, int warp) {
+  return make_int2(warp % shape.adjacent[0], warp / shape.adjacent[0] % shape.adjacent[1]);
 }
 
 /// Computes the coordinates of the first row of a warp's tile in the first step of a strip.
 CUTE_DEVICE void first_row(const RingParams& p, const RingUnit& unit, int warp, int (&row)[kRank]) {
   const RingShape& shape = p.shape;
-  const int2 place = place_of_warp(shape, warp);
-  row[0] = (unit.across * shape.beside[0] + place.x) * shape.rows[0];
-  row[1] = (unit.inside * shape.beside[1] + place.y) * shape.rows[1];
+  const int2 coordinates = warp_coordinates(shape, warp);
+  row[0] = (unit.across * shape.adjacent[0] + coordinates.x) * shape.rows[0];
+  row[1] = (unit.inside * shape.adjacent[1] + coordinates.y) * shape.rows[1];
   row[2] = 0;
 }
 
@@ -175,10 +176,10 @@ struct RingRows {
     first_row(p, unit, ring_warp(), first);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      tokens[r] = place_of_row(shape, lane / 4 + 8 * r, 2) * p.pitch[2];
+      tokens[r] = row_coordinate(shape, lane / 4 + 8 * r, 2) * p.pitch[2];
       CUTE_UNROLL
       for (int d = 0; d < 2; ++d) {
-        const int at = first[d] + place_of_row(shape, lane / 4 + 8 * r, d);
+        const int at = first[d] + row_coordinate(shape, lane / 4 + 8 * r, d);
         tokens[r] = at < p.axis[d].query_extent && tokens[r] >= 0 ? tokens[r] + at * p.pitch[d] : -1;
       }
     }
@@ -189,35 +190,35 @@ struct RingRows {
 
   /// Computes the ranges of columns that the lane's rows see along the strip in a step.
   CUTE_DEVICE void enter_step(const RingParams& p, const RingAlong& along, int step) {
-    const int lane = kept_number(threadIdx.x % 32), first = step * p.shape.rows[2];
+    const int lane = opaque_number(threadIdx.x % 32), first = step * p.shape.rows[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int at = first + place_of_row(p.shape, lane / 4 + 8 * r, 2), row = min(at, along.length() - 1);
-      const Range<int> window = along.seen(row);
+      const int at = first + row_coordinate(p.shape, lane / 4 + 8 * r, 2), row = min(at, along.length() - 1);
+      const Range<int> window = along.load_range(row);
       along_begin[r] = window.begin;
       along_size[r] = at < along.length() ? window.end - window.begin : 0;
     }
   }
 
   /// Computes the tokens of the lane's rows in a step; negative if a row is outside of the layout.
-  CUTE_DEVICE void find_tokens(const RingParams& p, int step, int (&found)[2]) const {
+  CUTE_DEVICE void find_tokens(const RingParams& p, int step, int (&result)[2]) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      found[r] = tokens[r] >= 0 && along_size[r] > 0 ? tokens[r] + step * p.shape.rows[2] * p.pitch[2] : -1;
+      result[r] = tokens[r] >= 0 && along_size[r] > 0 ? tokens[r] + step * p.shape.rows[2] * p.pitch[2] : -1;
     }
   }
 
   /// Returns a mask for the lane's elements in each block of a slab. It hides (masks out) the columns that a row does
   /// not see along the strip.
-  CUTE_DEVICE std::uint32_t of_slab(int first_key) const {
+  CUTE_DEVICE std::uint32_t slab_mask(int first_key) const {
     std::uint32_t hidden = 0;
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
       const int at = first_key + first_along + h * rows_along;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const bool is_seen = static_cast<unsigned>(at - along_begin[r]) < static_cast<unsigned>(along_size[r]);
-        hidden |= is_seen ? 0 : bits_of_row(r, h);
+        const bool is_visible = static_cast<unsigned>(at - along_begin[r]) < static_cast<unsigned>(along_size[r]);
+        hidden |= is_visible ? 0 : bits_of_row(r, h);
       }
     }
     return hidden;
@@ -240,8 +241,8 @@ struct RingInside {
     for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
       for (int d = 0; d < 2; ++d) {
-        const int at = first[d] + place_of_row(shape, lane / 4 + 8 * r, d);
-        const Range<int> window = seen_by<kRowsAreKeys>(p.axis[d], at);
+        const int at = first[d] + row_coordinate(shape, lane / 4 + 8 * r, d);
+        const Range<int> window = visible_range<kRowsAreKeys>(p.axis[d], at);
         window_begin[r][d] = window.begin;
         window_size[r][d] = at < p.axis[d].query_extent ? window.end - window.begin : 0;
       }
@@ -265,10 +266,10 @@ struct RingInside {
             static_cast<unsigned>(at - window_begin[r][1]) < static_cast<unsigned>(window_size[r][1]);
         CUTE_UNROLL
         for (int e = 0; e < 2; ++e) {
-          const bool is_seen =
+          const bool is_visible =
               is_inside && static_cast<unsigned>(across + group * shape.wide + e - window_begin[r][0]) <
                                static_cast<unsigned>(window_size[r][0]);
-          if (!is_seen) result |= bit(h, 2 * r + e);
+          if (!is_visible) result |= bit(h, 2 * r + e);
         }
       }
     }
@@ -291,18 +292,18 @@ struct RingMasks : RingRows<false> {
     int first[kRank];
     first_row(p, unit, ring_warp(), first);
     const int group =
-        min((seen_by<false>(p.axis[0], first[0]).begin - strip.across) >> wide_shift, shape.groups - kGroups);
+        min((visible_range<false>(p.axis[0], first[0]).begin - strip.across) >> wide_shift, shape.groups - kGroups);
     const int inner = shape.thick > 1
                           ? 0
-                          : min((seen_by<false>(p.axis[1], first[1]).begin - strip.inside) >> logarithm(high),
+                          : min((visible_range<false>(p.axis[1], first[1]).begin - strip.inside) >> logarithm(high),
                                 shape.group_blocks - kInner);
     block = group * shape.group_blocks + inner;
     enter_rows(p, unit);
-    const RingInside<false> seen(p, unit, strip);
+    const RingInside<false> windows(p, unit, strip);
     CUTE_UNROLL
     for (int b = 0; b < kBlocks; ++b) {
-      inside[b] = seen.hidden(group + b / kInner, inner + b % kInner,
-                              [](int h, int element) { return (h == 0 ? 8u : 128u) << (8 * element); });
+      inside[b] = windows.hidden(group + b / kInner, inner + b % kInner,
+                                 [](int h, int element) { return (h == 0 ? 8u : 128u) << (8 * element); });
     }
   }
 };
@@ -323,25 +324,25 @@ struct RingTable : RingRows<true> {
     first_row(p, unit, warp, first);
     const auto blocks_of = [&](int d, int begin, int shift, int& count) {
       const int behind = min(first[d] + shape.rows[d], p.axis[d].query_extent) - 1,
-                end = seen_by<true>(p.axis[d], behind).end - begin,
-                block = (seen_by<true>(p.axis[d], first[d]).begin - begin) >> shift;
+                end = visible_range<true>(p.axis[d], behind).end - begin,
+                block = (visible_range<true>(p.axis[d], first[d]).begin - begin) >> shift;
       count = first[d] < p.axis[d].query_extent ? ((end + (1 << shift) - 1) >> shift) - block : 0;
       return block;
     };
     int groups = 0;
     const int group = blocks_of(0, strip.across, wide_shift, groups);
-    int of_inner = 0, first_inner = blocks_of(1, strip.inside, high_shift, of_inner);
+    int inner_count = 0, first_inner = blocks_of(1, strip.inside, high_shift, inner_count);
     if (shape.thick > 1) {
       first_inner = 0;
-      of_inner = min(of_inner, 1);
+      inner_count = min(inner_count, 1);
     }
-    inner = of_inner;
+    inner = inner_count;
     blocks = groups * inner;
     block = group * shape.group_blocks + first_inner;
     enter_rows(p, unit);
     table = shared + shape.masks + warp * shape.blocks * 32 + lane;
     __syncwarp();  // all lanes have read the masks of the previous strip
-    const RingInside<true> seen(p, unit, strip);
+    const RingInside<true> windows(p, unit, strip);
     std::uint32_t to = table;
     CUTE_NO_UNROLL
     for (int g = 0; g < groups; ++g) {
@@ -349,7 +350,7 @@ struct RingTable : RingRows<true> {
       for (int i = 0; i < inner; ++i) {
         // The bits are in the order that spread_bits requires.
         const std::uint32_t bits =
-            seen.hidden(group + g, first_inner + i, [](int h, int element) { return 1u << (4 * h + 3 - element); });
+            windows.hidden(group + g, first_inner + i, [](int h, int element) { return 1u << (4 * h + 3 - element); });
         asm volatile("st.shared.u8 [%0], %1;" : : "r"(to), "r"(bits) : "memory");
         to += 32;
       }

@@ -23,7 +23,7 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
   // Otherwise, only this lane calls load_ring.
   constexpr bool kStores = kLanesStore<Params>;
   const bool is_loader = !kStores || threadIdx.x % 32 == 0;
-  constexpr bool kOfKeys = Params::kKernel == Kernel::kKeyValueGradient;
+  constexpr bool kRowsAreKeys = Params::kKernel == Kernel::kKeyValueGradient;
   constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   const RingShape& shape = p.shape;
   // The warp loads every second group of slabs in its array.
@@ -33,32 +33,32 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
   const CUtensorMap& map = is_second ? p.slabs[1] : p.slabs[0];
   const std::uint32_t tiles = shared + shape.tiles;
   // Two of the four warps load the first array. They also load the statistics of queries.
-  const int statistics_bytes = kOfKeys && !is_second ? shape.group_blocks * kBlockKeys * kStatisticsBytes : 0;
+  const int statistics_bytes = kRowsAreKeys && !is_second ? shape.group_blocks * kBlockKeys * kStatisticsBytes : 0;
   const std::uint32_t statistics = shared + shape.statistics + first_group * statistics_bytes;
   shared += first_group * group_bytes + (is_second ? shape.array_bytes : 0);
   [[maybe_unused]] const std::uint32_t first_bias = statistics;  // biases are stored in place of statistics
   [[maybe_unused]] RingKeyBiasLoader<Params> biases(p, warp);
-  RingPlace place;
-  int turn = 0;
-  unsigned parities = 0;  // parities of the tiles' barriers: one bit per turn (RingShape::turns)
+  RingPosition position;
+  int warp_set = 0;
+  unsigned parities = 0;  // parities of the tiles' barriers: one bit per warp set (RingShape::warp_sets)
   for (int round = 0, number; (number = unit_of_round(p, round)) < p.units; ++round) {
     const RingUnit unit(p, number);
-    const RingStrip<kOfKeys> strip(p, unit);
+    const RingStrip<kRowsAreKeys> strip(p, unit);
     const int head = unit.head * kHeadDim, head_kv = unit.head_kv(p) * kHeadDim;
-    int loaded = along.of_step(unit.step).x;
+    int loaded = along.step_slabs(unit.step).x;
     if constexpr (kStores) {
       biases.enter(unit, strip);
       biases.load(along.first_key(loaded));
     }
     for (int step = unit.step; step < unit.end; ++step) {
       if constexpr (kTileArrays > 0) {
-        const int beside = shape.beside[0] * shape.beside[1];
-        for (int i = warp; i < beside; i += kBoxLoaders) {
-          const int reader = turn * beside + i;
+        const int adjacent = shape.adjacent[0] * shape.adjacent[1];
+        for (int i = warp; i < adjacent; i += kBoxLoaders) {
+          const int reader = warp_set * adjacent + i;
           int row[kRank];
           first_row(p, unit, reader, row);
           std::uint64_t& full = barriers.has_tile[reader];
-          wait(barriers.has_room[reader], (parities >> turn & 1) ^ 1);
+          wait(barriers.has_room[reader], (parities >> warp_set & 1) ^ 1);
           if (is_loader) {
             ClusterTransactionBarrier::arrive_and_expect_tx(&full, kTileArrays * shape.tile_bytes);
             CUTE_UNROLL
@@ -69,29 +69,29 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
           }
           if constexpr (kStores) __syncwarp();
         }
-        parities ^= 1u << turn;
-        if (++turn == shape.turns()) turn = 0;
+        parities ^= 1u << warp_set;
+        if (++warp_set == shape.warp_sets()) warp_set = 0;
       }
-      for (const int end = along.of_step(step).y; loaded < end; ++loaded) {
-        std::uint64_t& full = barriers.full[place.slot];
+      for (const int end = along.step_slabs(step).y; loaded < end; ++loaded) {
+        std::uint64_t& full = barriers.full[position.slot];
         if constexpr (kStores) {
           biases.convert();
           biases.load(along.first_key(loaded + 1));
         }
-        wait(barriers.empty[place.slot], place.parity ^ 1);
+        wait(barriers.empty[position.slot], position.parity ^ 1);
         if constexpr (kStores) {
-          biases.store(first_bias + place.slot * shape.groups * shape.group_blocks * kKeyBiasBytes);
+          biases.store(first_bias + position.slot * shape.groups * shape.group_blocks * kKeyBiasBytes);
           arrive_at(full);
         }
         if (is_loader) {
           ClusterTransactionBarrier::arrive_and_expect_tx(&full, groups * (group_bytes + statistics_bytes));
-          std::uint32_t to = shared + place.slot * 2 * shape.array_bytes;
-          std::uint32_t statistics_to = statistics + place.slot * shape.groups * statistics_bytes;
+          std::uint32_t to = shared + position.slot * 2 * shape.array_bytes;
+          std::uint32_t statistics_to = statistics + position.slot * shape.groups * statistics_bytes;
           int across = strip.across + first_group * shape.wide;
           for (int group = 0; group < groups; ++group) {
             load_box(map, to, shared_address(&full), head_kv, across, strip.inside, along.first_key(loaded),
                      unit.batch);
-            if constexpr (kOfKeys) {
+            if constexpr (kRowsAreKeys) {
               if (statistics_bytes > 0) {
                 load_box(p.statistics_slabs, statistics_to, shared_address(&full), unit.head * (kStatisticsBytes / 2),
                          across, strip.inside, along.first_key(loaded), unit.batch);
@@ -105,7 +105,7 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
         // Keep the lanes together: lanes that run ahead would wait for a free slot for the next slab, and block the
         // lane that issues TMA loads.
         if constexpr (kStores) __syncwarp();
-        place.advance(shape.slots);
+        position.advance(shape.slots);
       }
     }
   }
@@ -116,25 +116,25 @@ CUTE_DEVICE void load_ring(const Params& p, const RingAlong& along, int warp, st
 template <RingLoads kLoads>
 class LateSteps {
  public:
-  /// Adds a step. `place` is its index in the unit.
-  CUTE_DEVICE void add(int place) { places_ |= Places{1} << place; }
+  /// Adds a step. `index` is its index in the unit.
+  CUTE_DEVICE void add(int index) { mask_ |= Mask{1} << index; }
 
-  /// Calls `call(place)` with the index of each deferred step, and clears the mask.
+  /// Calls `call(index)` with the index of each deferred step, and clears the mask.
   template <class Call>
   CUTE_DEVICE void for_each(const Call& call) {
     CUTE_NO_UNROLL
-    for (; places_ != 0; places_ &= places_ - 1) call(first());
+    for (; mask_ != 0; mask_ &= mask_ - 1) call(first());
   }
 
  private:
-  using Places = std::conditional_t<most_segment_steps(kLoads) == 32, unsigned, unsigned long long>;
+  using Mask = std::conditional_t<most_segment_steps(kLoads) == 32, unsigned, unsigned long long>;
 
   CUTE_DEVICE int first() const {
-    if constexpr (most_segment_steps(kLoads) == 32) return __ffs(places_) - 1;
-    return __ffsll(places_) - 1;
+    if constexpr (most_segment_steps(kLoads) == 32) return __ffs(mask_) - 1;
+    return __ffsll(mask_) - 1;
   }
 
-  Places places_ = 0;  // one bit per step
+  Mask mask_ = 0;  // one bit per step
 };
 
 /// A compute warp: its main loop, the addresses at which it reads slabs and tiles, and its barriers.
@@ -168,13 +168,13 @@ struct RingReader {
   // products that sum over head elements, and `along_rows` for products that sum over the block's columns.
   std::uint32_t across, along_rows;
   std::uint32_t statistics;  // address at which the lane reads the data of this block's columns
-  RingPlace place;           // slot of the step's first slab
+  RingPosition position;     // slot of the step's first slab
 
-  CUTE_DEVICE std::uint32_t of_slot(int slot) const { return slot * 2 * p.shape.array_bytes; }
+  CUTE_DEVICE std::uint32_t slot_offset(int slot) const { return slot * 2 * p.shape.array_bytes; }
 
   /// Returns the byte offset of a block, relative to the warp's first block. `block` is its index among the blocks
   /// whose masks are in registers.
-  CUTE_DEVICE std::uint32_t of_block(int block) const {
+  CUTE_DEVICE std::uint32_t block_offset(int block) const {
     return block % Masks::kInner * kBlockBytes + block / Masks::kInner * group_bytes;
   }
 
@@ -187,8 +187,8 @@ struct RingReader {
   /// Loads the warp's next tile from one array's buffer.
   CUTE_DEVICE RowOperand<Element, kHeadDim> load_tile(int array = 0) const {
     const int lane = threadIdx.x % 32, buffer = kTileArrays * ring_warp() + array;
-    return RowOperand<Element, kHeadDim>::of_box(
-        place_of_chunk<kHeadDim>(shared + p.shape.tiles + buffer * p.shape.tile_bytes, lane % 16, lane / 16));
+    return RowOperand<Element, kHeadDim>::from_box(
+        chunk_address<kHeadDim>(shared + p.shape.tiles + buffer * p.shape.tile_bytes, lane % 16, lane / 16));
   }
 
   /// Returns a word that depends on all ldmatrix instructions that loaded `rows`.
@@ -202,7 +202,7 @@ struct RingReader {
   /// Releases the buffers of the warp's tile to the loader warps. `loaded` combines words from all loads of the tile.
   /// Without this data dependency, a tile's query gradients were once computed from two tiles: in one of 77 batch
   /// entries of 4 x 10 x 8 tokens, with windows of 4 x 5 x 8.
-  CUTE_DEVICE void leave_tile(std::uint32_t loaded) const {
+  CUTE_DEVICE void release_tile(std::uint32_t loaded) const {
     // ring_warp() comes before lanes diverge, because it shuffles. && would generate a branch, which costs more than &.
     std::uint64_t& has_room = barriers.has_room[ring_warp()];
     if (barriers.arrives() & loads_have_ended(loaded)) arrive_at(has_room);
@@ -248,7 +248,7 @@ struct RingReader {
   }
 
   /// Releases a slab, unless the next step sees it. `next_first` is the first slab of the next step.
-  CUTE_DEVICE void leave(int slab, int next_first, int slot) const {
+  CUTE_DEVICE void release(int slab, int next_first, int slot) const {
     if (slab >= next_first) return;
     if (barriers.arrives()) arrive_at(barriers.empty[slot]);
   }
@@ -257,96 +257,96 @@ struct RingReader {
   CUTE_DEVICE void skip(int& slab, int end) {
     CUTE_NO_UNROLL
     for (; slab < end; ++slab) {
-      wait_for(barriers.full[place.slot], place.parity);
-      leave(slab, end, place.slot);
-      place.advance(p.shape.slots);
+      wait_for(barriers.full[position.slot], position.parity);
+      release(slab, end, position.slot);
+      position.advance(p.shape.slots);
     }
   }
 
-  /// Processes all steps of the warp. Calls functions of `own` to enter a unit, start a step, add the visible part of
-  /// each slab, finish the step and leave the unit.
-  template <class Own>
-  CUTE_DEVICE void walk(Own& own) {
-    const int beside = p.shape.beside[0] * p.shape.beside[1], turns = p.shape.turns(), own_turn = ring_warp() / beside,
-              lane = threadIdx.x % 32;
-    int parity = 0, turn = 0;  // parity of the tile's barriers; index of the turn that processes a unit's first step
+  /// Processes all steps of the warp. Calls functions of `worker` to enter a unit, start a step, add the visible part
+  /// of each slab, finish the step and finish the unit.
+  template <class Worker>
+  CUTE_DEVICE void walk(Worker& worker) {
+    const int adjacent = p.shape.adjacent[0] * p.shape.adjacent[1], sets = p.shape.warp_sets(),
+              warp_set = ring_warp() / adjacent, lane = threadIdx.x % 32;
+    int parity = 0, first_set = 0;  // parity of the tile's barriers; warp set that processes a unit's first step
     group_bytes = p.shape.group_blocks * kBlockBytes;
     for (int round = 0, number; (number = unit_of_round(p, round)) < p.units; ++round) {
       const RingUnit unit(p, number);
       masks.enter_strip(p, shared, unit, RingStrip<kRowsAreKeys>(p, unit));
       const std::uint32_t first_block = shared + masks.block * kBlockBytes;
-      across = place_of_chunk<kHeadDim>(first_block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-      along_rows = place_of_chunk<kHeadDim>(first_block, lane % 16, lane / 16);
+      across = chunk_address<kHeadDim>(first_block, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+      along_rows = chunk_address<kHeadDim>(first_block, lane % 16, lane / 16);
       statistics = shared + p.shape.statistics + (masks.block * kBlockKeys + lane % 4 * kColumnsOfLane) * kColumnBytes;
-      own.enter(unit);
-      int step = unit.step + own_turn - turn, slab = along.of_step(unit.step).x;
-      if (step < unit.step) step += turns;
-      turn = (turn + unit.end - unit.step) % turns;
-      [[maybe_unused]] const int end = along.of_step(unit.end - 1).y;
-      int2 next = along.of_step(min(step, unit.end - 1));
+      worker.enter(unit);
+      int step = unit.step + warp_set - first_set, slab = along.step_slabs(unit.step).x;
+      if (step < unit.step) step += sets;
+      first_set = (first_set + unit.end - unit.step) % sets;
+      [[maybe_unused]] const int end = along.step_slabs(unit.end - 1).y;
+      int2 next = along.step_slabs(min(step, unit.end - 1));
       CUTE_NO_UNROLL
-      for (; step < unit.end; step += turns) {
-        const int2 seen = next;
+      for (; step < unit.end; step += sets) {
+        const int2 slabs = next;
         // In the unit's last step, a warp releases all slabs.
         if constexpr (kHasSpareRegisters) {
-          next = step + turns < unit.end ? along.of_step(step + turns) : make_int2(end, end);
+          next = step + sets < unit.end ? along.step_slabs(step + sets) : make_int2(end, end);
         } else {
-          next = along.of_step(min(step + turns, unit.end - 1));
-          if (step + turns >= unit.end) next.x = next.y;
+          next = along.step_slabs(min(step + sets, unit.end - 1));
+          if (step + sets >= unit.end) next.x = next.y;
         }
         masks.enter_step(p, along, step);
-        skip(slab, seen.x);
+        skip(slab, slabs.x);
         if constexpr (kTileArrays > 0) wait_for(barriers.has_tile[ring_warp()], parity);
-        own.start(unit, step, seen);
+        worker.start(unit, step, slabs);
         parity ^= 1;
-        std::conditional_t<kHasSpareRegisters, RingPlace, RingPlace&> at = place;
-        int of_slab = seen.x;
+        std::conditional_t<kHasSpareRegisters, RingPosition, RingPosition&> at = position;
+        int current_slab = slabs.x;
         const auto add_slab = [&] {
           wait_for(barriers.full[at.slot], at.parity);
-          own.add(of_slot(at.slot), masks.of_slab(along.first_key(of_slab)));
+          worker.add(slot_offset(at.slot), masks.slab_mask(along.first_key(current_slab)));
         };
         const auto pass_slab = [&] {
           at.advance(p.shape.slots);
-          if (kHasSpareRegisters && of_slab < next.x) place = at;
+          if (kHasSpareRegisters && current_slab < next.x) position = at;
         };
         // A slab is released after a branch. In the basic block that multiplies the slab, ptxas would move the arrival
         // before products that wait for loads from the slab. It does not move products across a branch.
         if constexpr (kReleasesLate) {
           // The lane releases the slabs before `released`.
-          const int released = barriers.is_arriving() ? next.x : seen.x;
+          const int released = barriers.is_arriving() ? next.x : slabs.x;
           bool was_last_use = false;
           int last_slot = 0;
           const auto release_last = [&] {
-            barriers.meet();
+            barriers.sync_reads();
             if (was_last_use) arrive_at(barriers.empty[last_slot]);
           };
           CUTE_NO_UNROLL
-          for (; of_slab < seen.y; ++of_slab) {
+          for (; current_slab < slabs.y; ++current_slab) {
             release_last();
             add_slab();
-            was_last_use = of_slab < released;
+            was_last_use = current_slab < released;
             last_slot = at.slot;
             pass_slab();
           }
           release_last();
-        } else if (of_slab < seen.y) {
+        } else if (current_slab < slabs.y) {
           CUTE_NO_UNROLL
           while (true) {
             add_slab();
-            if (of_slab + 1 == seen.y) break;
-            leave(of_slab, next.x, at.slot);
+            if (current_slab + 1 == slabs.y) break;
+            release(current_slab, next.x, at.slot);
             pass_slab();
-            ++of_slab;
+            ++current_slab;
           }
-          leave(of_slab, next.x, at.slot);
+          release(current_slab, next.x, at.slot);
           pass_slab();
         }
-        slab = min(next.x, seen.y);
-        if constexpr (!kHasSpareRegisters) place.retreat(seen.y - slab, p.shape.slots);
-        own.finish(unit, step);
+        slab = min(next.x, slabs.y);
+        if constexpr (!kHasSpareRegisters) position.retreat(slabs.y - slab, p.shape.slots);
+        worker.finish(unit, step);
       }
-      skip(slab, kHasSpareRegisters ? end : along.of_step(unit.end - 1).y);
-      own.leave_unit(unit);
+      skip(slab, kHasSpareRegisters ? end : along.step_slabs(unit.end - 1).y);
+      worker.finish_unit(unit);
     }
   }
 };

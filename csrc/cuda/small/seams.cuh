@@ -7,7 +7,7 @@
 namespace natten_jax::small {
 
 /// Like CtaItems, but for problems with a wrapped dimension.
-struct AroundItems : CtaItems {
+struct WrappingItems : CtaItems {
   static constexpr bool kMayWrap = true;
 
   using CtaItems::CtaItems;
@@ -26,22 +26,22 @@ struct SeamCopy {
   /// in these arrays.
   CUTE_DEVICE void box(const Tables& tables, const void* first, const void* second, std::uint32_t stage) const {
     const int chunk = threadIdx.x % kChunks;
-    const char* const of_first = static_cast<const char*>(first) + chunk * 16;
-    const char* const of_second = static_cast<const char*>(second) + chunk * 16;
+    const char* const first_source = static_cast<const char*>(first) + chunk * 16;
+    const char* const second_source = static_cast<const char*>(second) + chunk * 16;
 #pragma unroll 4
     for (int i = threadIdx.x / kChunks; i < tables.columns; i += blockDim.x / kChunks) {
-      const int2 place = tables.places[i];
-      const std::uint32_t to = (stage + place.y) ^ chunk << 4;
-      copy_chunk(to, advance(of_first, place.x, token_bytes), 16);
-      copy_chunk(to + tables.second, advance(of_second, place.x, token_bytes), 16);
+      const int2 column = tables.column_offsets[i];
+      const std::uint32_t to = (stage + column.y) ^ chunk << 4;
+      copy_chunk(to, advance(first_source, column.x, token_bytes), 16);
+      copy_chunk(to + tables.second, advance(second_source, column.x, token_bytes), 16);
     }
   }
 
   /// Copies the keys and values that a region's queries see.
   template <class Params>
   CUTE_DEVICE void keys(const Params& p, const Tables& tables, const Item& item, std::uint32_t stage) const {
-    const int of_key = item.of_key(p);
-    box(tables, row_of(p.key, of_key, kHeadDim), row_of(p.value, of_key, kHeadDim), stage);
+    const int key_row = item.key_row(p);
+    box(tables, row_of(p.key, key_row, kHeadDim), row_of(p.value, key_row, kHeadDim), stage);
   }
 };
 

@@ -28,22 +28,23 @@ struct SinksGradientParams {
 __global__ void __launch_bounds__(kThreads, 2)
     natten_jax_small_sinks_gradient(const __grid_constant__ SinksGradientParams p) {
   __shared__ float sums[kThreads];
-  const int of_head = threadIdx.x % p.heads_of_cta, of_row = threadIdx.x / p.heads_of_cta,
-            head = blockIdx.z * p.heads_of_cta + of_head;
-  const std::int64_t first = std::int64_t{blockIdx.y} * p.rows_of_part, own = blockIdx.x * p.rows,
+  const int thread_head = threadIdx.x % p.heads_of_cta, thread_row = threadIdx.x / p.heads_of_cta,
+            head = blockIdx.z * p.heads_of_cta + thread_head;
+  const std::int64_t first = std::int64_t{blockIdx.y} * p.rows_of_part, base_row = blockIdx.x * p.rows,
                      end = min(first + p.rows_of_part, p.rows);
   float sum = 0.f;
-  if (head < p.heads && of_row < p.rows_of_cta) {
+  if (head < p.heads && thread_row < p.rows_of_cta) {
     const float sink = p.sinks[blockIdx.x * p.heads + head];
     const auto share = [&](float logsumexp, float delta) {
       // The weight is 0 if a query sees neither keys nor a sink. This includes the queries in padding, whose delta is
       // arbitrary.
       return logsumexp == -INFINITY ? 0.f : fast_exp2(at_most_zero((sink - logsumexp) * kLog2E)) * delta;
     };
-    const std::int64_t step = std::int64_t{p.rows_of_cta} * p.heads, at = (own + first + of_row) * p.heads + head;
+    const std::int64_t step = std::int64_t{p.rows_of_cta} * p.heads,
+                       at = (base_row + first + thread_row) * p.heads + head;
     const float* logsumexp = p.logsumexp + at;
     const float* delta = &p.statistics[at].y;
-    int rows = (static_cast<int>(end - first) - of_row + p.rows_of_cta - 1) / p.rows_of_cta;
+    int rows = (static_cast<int>(end - first) - thread_row + p.rows_of_cta - 1) / p.rows_of_cta;
     for (; rows >= kLoads; rows -= kLoads) {
       // Issue all loads before the first use. With one load at a time, 200,704 queries of two heads took 16
       // microseconds.
@@ -63,10 +64,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   sums[threadIdx.x] = sum;
   for (int half = p.rows_of_cta / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (of_row < half) sums[threadIdx.x] += sums[threadIdx.x + half * p.heads_of_cta];
+    if (thread_row < half) sums[threadIdx.x] += sums[threadIdx.x + half * p.heads_of_cta];
   }
   // The gradient is negative, because a sink reduces all other weights without adding a value.
-  if (of_row == 0 && head < p.filled_heads) {
+  if (thread_row == 0 && head < p.filled_heads) {
     p.parts[blockIdx.x * p.next_sinks + blockIdx.y * p.filled_heads + head] = -sums[threadIdx.x];
   }
 }
@@ -74,8 +75,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 constexpr int kMostSumThreads = 1024;
 
 __global__ void __launch_bounds__(kMostSumThreads) natten_jax_small_sinks_sums(const __grid_constant__ SinksParams p) {
-  extern __shared__ float of_warps[];
-  add_up_sinks(p, of_warps);
+  extern __shared__ float warp_sums[];
+  add_up_sinks(p, warp_sums);
 }
 
 }  // namespace

@@ -12,9 +12,10 @@ namespace natten_jax::small {
 /// Returns the address of the warp's part for an item.
 CUTE_DEVICE float* part_of_sink(const BackwardParams& p, const Item& item) {
   const SinksParams& sinks = p.sinks;
-  const std::int64_t of_item = sinks.are_of_all ? item.head * sinks.next_sink + std::int64_t{item.batch} * sinks.tiles
-                                                : item.number(p) * sinks.next_sink;
-  return sinks.parts + of_item + blockIdx.x * p.region.warps + threadIdx.x / 32;
+  const std::int64_t item_offset = sinks.are_shared
+                                       ? item.head * sinks.next_sink + std::int64_t{item.batch} * sinks.tiles
+                                       : item.number(p) * sinks.next_sink;
+  return sinks.parts + item_offset + blockIdx.x * p.region.warps + threadIdx.x / 32;
 }
 
 /// Zeroes the warp's parts. They stay zero if the warp's tile has no queries.
@@ -29,7 +30,7 @@ CUTE_DEVICE void clear_parts_of_sinks(const BackwardParams& p, const Items& item
 class ItemSink {
  public:
   CUTE_DEVICE ItemSink(const BackwardParams& p, const Item& item) {
-    if (p.sinks.parts != nullptr) sink_ = __ldg(p.sinks.sinks + (p.sinks.are_of_all ? item.head : item.number(p)));
+    if (p.sinks.parts != nullptr) sink_ = __ldg(p.sinks.sinks + (p.sinks.are_shared ? item.head : item.number(p)));
   }
 
   /// Writes the warp's part for the item. Rows that see neither keys nor a sink add zero.
@@ -66,9 +67,9 @@ constexpr int kQuadsAtOnce = 4;
 ///
 /// Args:
 ///   p: parameters.
-///   of_warps: shared memory for one sum per warp. It must not overlap with mbarriers, which would have to be
+///   warp_sums: shared memory for one sum per warp. It must not overlap with mbarriers, which would have to be
 ///     invalidated first: when a CTA was preempted, an old mbarrier overwrote a sum.
-__device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of_warps) {
+__device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* warp_sums) {
   if (p.gradient == nullptr) return;
   const std::int64_t ctas = std::int64_t{gridDim.x} * gridDim.y;
   for (std::int64_t sink = std::int64_t{blockIdx.y} * gridDim.x + blockIdx.x; sink < p.count; sink += ctas) {
@@ -91,10 +92,10 @@ __device__ __noinline__ inline void add_up_sinks(const SinksParams& p, float* of
     CUTE_UNROLL
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     __syncthreads();
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x >= 32) continue;
-    float all = threadIdx.x < blockDim.x / 32 ? of_warps[threadIdx.x] : 0.f;
+    float all = threadIdx.x < blockDim.x / 32 ? warp_sums[threadIdx.x] : 0.f;
     CUTE_UNROLL
     for (int distance = 16; distance > 0; distance /= 2) all += __shfl_xor_sync(0xffffffffu, all, distance);
     // The gradient is negative, because a sink reduces all other weights without adding a value.

@@ -26,9 +26,9 @@ CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
   CUTE_UNROLL
   for (int d = kRank - 1; d >= 0; --d) {
     const DeviceAxis& axis = p.axis[d];
-    int of_dimension, residue, index;
-    p.by_tiles[d](tile, of_dimension, tile);
-    axis.by_q_tiles(residue, index, of_dimension);
+    int dimension_tile, residue, index;
+    p.by_tiles[d](tile, dimension_tile, tile);
+    axis.by_q_tiles(residue, index, dimension_tile);
     result &= index * axis.q_tile < group_length(axis, axis.query_local_extent, residue);
   }
   return result;
@@ -52,10 +52,10 @@ __global__ void __launch_bounds__(kTableThreads)
   const std::int64_t item = blockIdx.x, numbers = p.record + kRecordHeader;
   const int first_tile = blockIdx.y * kTilesOfSum, count = min(kTilesOfSum, p.tiles - first_tile);
   const float* const records = p.records + (item * p.tiles + first_tile) * numbers;
-  const int lane = threadIdx.x % 32, own_tile = min(lane, count - 1);
-  const int4 header = *reinterpret_cast<const int4*>(records + own_tile * numbers + p.record);
+  const int lane = threadIdx.x % 32, lane_tile = min(lane, count - 1);
+  const int4 header = *reinterpret_cast<const int4*>(records + lane_tile * numbers + p.record);
   // A tile without queries has not written a record. Its smallest offset is set to a value that matches no entry.
-  const bool is_written = has_queries(p, first_tile + own_tile);
+  const bool is_written = has_queries(p, first_tile + lane_tile);
   const unsigned written = __ballot_sync(kAll, is_written);
   const int chunks = p.record / kEntriesOfChunk, next_tile = static_cast<int>(numbers) / kEntriesOfChunk;
   const float4* const records_in_chunks = reinterpret_cast<const float4*>(records);
@@ -67,9 +67,10 @@ __global__ void __launch_bounds__(kTableThreads)
       next[i] = is_there ? from[i * next_tile] : make_float4(0.f, 0.f, 0.f, 0.f);
     }
   };
-  const int own_chunk = threadIdx.x, most_runs = bytes_of_runs(p.record) / static_cast<int>(sizeof(float)) / p.record;
+  const int thread_chunk = threadIdx.x,
+            most_runs = bytes_of_runs(p.record) / static_cast<int>(sizeof(float)) / p.record;
   float4 next[kAtOnce];
-  load(next, 0, own_chunk);
+  load(next, 0, thread_chunk);
   const int least[kRank] = {is_written ? header.x : 1 << 20, header.y, header.z};
   bool begins_one = lane == 0;
   CUTE_UNROLL
@@ -86,12 +87,12 @@ __global__ void __launch_bounds__(kTableThreads)
     // Find the end of the last run whose sums still fit in shared memory.
     for (int all = 0; end < count && (all += begins >> end & 1) <= most_runs; ++end) {
     }
-    for (int chunk = own_chunk; chunk < chunks; chunk += blockDim.x) {
+    for (int chunk = thread_chunk; chunk < chunks; chunk += blockDim.x) {
       float4* to = runs + chunk;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
       CUTE_NO_UNROLL
       for (int tile = first; tile < end; tile += kAtOnce) {
-        if (tile > 0 || chunk != own_chunk) load(next, tile, chunk);
+        if (tile > 0 || chunk != thread_chunk) load(next, tile, chunk);
         CUTE_UNROLL
         for (int i = 0; i < kAtOnce; ++i) {
           if (tile + i >= end) break;
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kTableThreads)
     for (int entry = threadIdx.x; entry < p.entries; entry += blockDim.x) {
       int offset[kRank];
       const bool is_offset = p.box.split(entry, offset);
-      const int own_place = offset[0] * p.box.pitch[0] + offset[1] * p.box.pitch[1] + offset[2] * p.box.pitch[2];
+      const int entry_index = offset[0] * p.box.pitch[0] + offset[1] * p.box.pitch[1] + offset[2] * p.box.pitch[2];
       float sum = first == 0 ? 0.f : sums[entry];
       const float* run = reinterpret_cast<const float*>(runs);
       for (unsigned rest = begins_here; rest != 0; rest &= rest - 1) {
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kTableThreads)
           return static_cast<unsigned>(offset[d] - least) < static_cast<unsigned>(p.box.extent[d]);
         };
         if (is_within(0, least.x) & is_within(1, least.y) & is_within(2, least.z) & is_offset) {
-          sum += run[own_place - least.w];
+          sum += run[entry_index - least.w];
         }
         run += p.record;
       }

@@ -45,21 +45,21 @@ CUTE_DEVICE int is_sum_trusted(float sum, float shift, float factor) {
 constexpr float kMostOfSinkShift = 128.f;
 
 /// Adds a sink to the sums of a lane's two rows, as an additional weight. If the sum of any row of the warp would lose
-/// digits, returns false and leaves all sums unchanged. Rows whose element of `places` is negative are outside of the
+/// digits, returns false and leaves all sums unchanged. Rows whose element of `indices` is negative are outside of the
 /// layout and are ignored. The caller need not apply `added_logit` to the sink: if a sink is at most kHiddenLogit, its
 /// weight underflows to zero.
 CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], float sink, float factor,
-                                  const int (&places)[2]) {
+                                  const int (&indices)[2]) {
   float with_sink[2];
   int fits = 1;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    const float of_shift = __fmul_rn(shift[r], factor);
-    with_sink[r] = sums[r] + fast_exp2(fmaf(sink, kLog2E, -of_shift));
+    const float scaled_shift = __fmul_rn(shift[r], factor);
+    with_sink[r] = sums[r] + fast_exp2(fmaf(sink, kLog2E, -scaled_shift));
     const int is_in_range = static_cast<int>(with_sink[r] >= 0x1p-60f) & static_cast<int>(with_sink[r] <= 0x1p60f),
               has_logarithm = static_cast<int>(fabsf(with_sink[r] - 1.f) >= kLeastFromOne),
-              has_digits = static_cast<int>(fabsf(of_shift) <= kMostOfSinkShift);
-    fits &= (is_in_range & has_logarithm & has_digits) | static_cast<int>(places[r] < 0);
+              has_digits = static_cast<int>(fabsf(scaled_shift) <= kMostOfSinkShift);
+    fits &= (is_in_range & has_logarithm & has_digits) | static_cast<int>(indices[r] < 0);
   }
   if (!__all_sync(0xffffffffu, fits)) return false;
   sums[0] = with_sink[0];

@@ -18,7 +18,7 @@ struct WholeBiasParams : BackwardParams {
 
   /// Returns how many tables of sums are added up for the gradient of one bias table: one per region if batch entries
   /// have separate bias tables, otherwise one per region and piece. These tables of sums are consecutive in memory.
-  CUTLASS_HOST_DEVICE std::int64_t sums_of_table() const { return region.count * (given.is_of_entry ? 1 : pieces); }
+  CUTLASS_HOST_DEVICE std::int64_t sums_of_table() const { return region.count * (given.is_per_entry ? 1 : pieces); }
 };
 
 /// Parameters of the kernel, with or without a relative bias.

@@ -22,14 +22,14 @@ enum WholeBox { kWholeKeys, kWholeValues, kWholeQueries, kWholeCotangents, kWhol
 template <class Element, int kHeadDim, Terms kTerms, Feature kFeature>
 CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRelativeBias>& p) {
   constexpr bool kHasBias = kFeature == Feature::kRelativeBias, kHasKeyBias = kFeature == Feature::kKeyBias;
-  constexpr bool kHasBoxes = true, kIsWhole = true, kHasTerms = kTerms == Terms::kOfHeads;
+  constexpr bool kHasBoxes = true, kIsWhole = true, kHasTerms = kTerms == Terms::kPerHead;
   using Rows = RowTile<kHeadDim>;
   using Operand = RowOperand<Element, kHeadDim>;
   using Columns = ColumnRows<kHeadDim, kHasBoxes>;
   using Items = std::conditional_t<kHasBias, HeadItems, CtaItems>;
   extern __shared__ __align__(1024) char raw[];
   if constexpr (kHasTerms) allow_next_kernel();  // PDL: the next kernel adds up the sink gradients' parts
-  Tables of_queries, of_keys;
+  Tables query_tables, key_tables;
   TilePlan queries_plan, keys_plan;
   BoxLoads<kHeadDim, Kernel::kWholeGradient, Items> loads(p, raw);
   const Items items(p);
@@ -39,10 +39,10 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   table.start(items.at(p, 0));
   NoLoads none;
   const auto no_rows = [] {};
-  if (!make_plan<kHeadDim, Owner::kQueries, kHasBoxes, kFeature, kIsWhole>(p, raw, of_queries, queries_plan, loads,
+  if (!make_plan<kHeadDim, Owner::kQueries, kHasBoxes, kFeature, kIsWhole>(p, raw, query_tables, queries_plan, loads,
                                                                            no_rows))
     return;
-  make_plan<kHeadDim, Owner::kKeys, kHasBoxes, kFeature, kIsWhole>(p, raw, of_keys, keys_plan, none, no_rows, {}, 1);
+  make_plan<kHeadDim, Owner::kKeys, kHasBoxes, kFeature, kIsWhole>(p, raw, key_tables, keys_plan, none, no_rows, {}, 1);
   if constexpr (kHasBias) clear_sums(p, raw);
   table.plan(queries_plan, items.at(p, 0));
 
@@ -63,19 +63,19 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   for (int r = 0; r < 2; ++r) {
     column_of_row[r] = __shfl_sync(0xffffffffu, queries_plan.column_of_row, lane / 4 + 8 * r);
   }
-  ColumnKeyBias<kHasKeyBias> key_bias(p, of_queries, queries_plan, items.at(p, 0));
+  ColumnKeyBias<kHasKeyBias> key_bias(p, query_tables, queries_plan, items.at(p, 0));
   const int warps = loads.warps_with_rows();
   const auto scale_of = [&](const Item& item) -> HeadScale {
     if constexpr (kHasTerms) return item.scale(p);
     return {p.scale.of_all, p.scale.of_all};
   };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
-    RowStatistics<Element> statistics(p, item, of_queries.row_places);
+    RowStatistics<Element> statistics(p, item, query_tables.row_indices);
     [[maybe_unused]] const ItemSink sink(p, item);
-    RowKeyBias<kHasKeyBias> bias_of_rows(p, of_keys.row_places);
+    RowKeyBias<kHasKeyBias> bias_of_rows(p, key_tables.row_indices);
     key_bias.prepare(item);
     phases.rows_are_read();
-    const auto rows_of = [&](WholeBox box) { return Operand::of_box(stage + box * second + queries_plan.row); };
+    const auto rows_of = [&](WholeBox box) { return Operand::from_box(stage + box * second + queries_plan.row); };
     {
       const Operand queries = rows_of(kWholeQueries), cotangents = rows_of(kWholeCotangents);
       statistics.find_delta(cotangents, rows_of(kWholeOuts));
@@ -86,31 +86,31 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
       if constexpr (kHasTerms) sink.write_part(p, item, statistics.at, statistics.logsumexp, statistics.delta);
       float gradient[kHeadDim / 8][4] = {};
       add_query_gradient<Columns, kFeature>(gradient, statistics, queries, cotangents, scale_of(item).logits * kLog2E,
-                                            queries_plan, of_queries, 0, stage, shared_address(raw));
-      key_bias.leave(item);
+                                            queries_plan, query_tables, 0, stage, shared_address(raw));
+      key_bias.release(item);
       bias_of_rows.load(item);  // the loads overlap with the stores and the barrier below
       table.template add<Element>(queries_plan);
       const float scale = scale_of(item).query_gradient;
-      Rows::template store<Element>(gradient, scale, scale, of_queries.row_places,
-                                    row_of(p.query_gradient, item.of_query, kHeadDim), kHeadDim, rows);
+      Rows::template store<Element>(gradient, scale, scale, query_tables.row_indices,
+                                    row_of(p.query_gradient, item.query_row, kHeadDim), kHeadDim, rows);
     }
     // After this barrier, the statistics of all rows are complete, and so are the item's sums for the bias gradient.
-    meet(warps);
+    sync_warps(warps);
     // This kernel does not support query heads that share a key/value head. It would have to keep the sums for the
     // shared keys and values in registers while it processes several items.
     KeyValueSums<Element, kHeadDim, true> sums;
     const Operand keys = rows_of(kWholeKeys), values = rows_of(kWholeValues);
-    KeyBiasSums of_bias;
-    if constexpr (kHasKeyBias) bias_of_rows.take(of_bias.biases, scale_of(item).logits);
-    sums.template add<Columns, kFeature>(of_bias, keys, values, scale_of(item).logits * kLog2E, keys_plan, of_keys,
-                                         stage + kWholeQueries * second);
+    KeyBiasSums key_bias_sums;
+    if constexpr (kHasKeyBias) bias_of_rows.take(key_bias_sums.biases, scale_of(item).logits);
+    sums.template add<Columns, kFeature>(key_bias_sums, keys, values, scale_of(item).logits * kLog2E, keys_plan,
+                                         key_tables, stage + kWholeQueries * second);
     phases.columns_are_read();
-    bias_of_rows.store(item, of_bias.sums);
-    sums.store(p, scale_of(item).logits, item.of_key(p), of_keys.row_places, HeadDims<kHeadDim, kHasBoxes>(p), rows,
-               rows);
+    bias_of_rows.store(item, key_bias_sums.sums);
+    sums.store(p, scale_of(item).logits, item.key_row(p), key_tables.row_indices, HeadDims<kHeadDim, kHasBoxes>(p),
+               rows, rows);
   };
   const auto nothing = [](const Item&, std::uint32_t) {};
-  loads.for_items(of_queries, queries_plan, warp * Rows::kBytes, nothing, nothing, compute);
+  loads.for_items(query_tables, queries_plan, warp * Rows::kBytes, nothing, nothing, compute);
   table.write(queries_plan, items);
 }
 

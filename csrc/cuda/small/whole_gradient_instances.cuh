@@ -18,10 +18,10 @@ cudaError_t launch_whole_gradient(int head_dim, const WholeParams<kFeature == Fe
       using Element = ElementOf<kType>;
       // Use a separate instance without per-head terms, because these terms spill 13 more registers. With them, layouts
       // with 64 dilation groups of 7 x 7 tokens took 4% longer.
-      if (!params.has_terms_of_heads()) {
-        return launch(natten_jax_small_whole_gradient<Element, width, Terms::kOfAll, kFeature>, shape, params);
+      if (!params.has_head_terms()) {
+        return launch(natten_jax_small_whole_gradient<Element, width, Terms::kShared, kFeature>, shape, params);
       }
-      return launch(natten_jax_small_whole_gradient<Element, width, Terms::kOfHeads, kFeature>, shape, params);
+      return launch(natten_jax_small_whole_gradient<Element, width, Terms::kPerHead, kFeature>, shape, params);
     });
   }
 }

@@ -6,7 +6,7 @@
 namespace natten_jax::small {
 
 /// Synchronizes the warps that have rows; `warps` is their number.
-CUTE_DEVICE void meet(int warps) {
+CUTE_DEVICE void sync_warps(int warps) {
   asm volatile("bar.sync 1, %0;" : : "r"(32 * warps) : "memory");
 }
 

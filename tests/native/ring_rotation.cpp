@@ -31,23 +31,23 @@ int main() {
         axis.kv = axis.query;
         axis.window = {d == 0 ? 1 : 13, 1, 1, Ends::kShift};
       }
-      RingShape shape = choose_gradient_ring(problem, Places::kComplete, RingLoads::kBoxes, device);
+      RingShape shape = choose_gradient_ring(problem, Coverage::kComplete, RingLoads::kBoxes, device);
       balance_ring(problem, Kernel::kKeyValueGradient, device, shape);
       const std::int64_t strips = shape.strips[0],
                          units = problem.batch * problem.heads * strips * shape.strips[1] * shape.segments;
       std::int64_t at_border = 0, most[2] = {}, wrong = 0;
-      for (const bool turns : {false, true}) {
+      for (const bool rotates : {false, true}) {
         std::vector<int> taken(units);
         for (std::int64_t cta = 0; cta < ctas; ++cta) {
           std::int64_t count = 0;
           for (std::int64_t round = 0; round * ctas < units; ++round) {
-            const std::int64_t unit = round * ctas + (cta + (turns ? round * shape.turn : 0)) % ctas;
+            const std::int64_t unit = round * ctas + (cta + (rotates ? round * shape.rotation : 0)) % ctas;
             if (unit >= units) continue;
             ++taken[unit];
             count += unit % strips == 0 || unit % strips == strips - 1;
           }
-          most[turns] = std::max(most[turns], count);
-          if (turns) at_border += count;
+          most[rotates] = std::max(most[rotates], count);
+          if (rotates) at_border += count;
         }
         wrong += std::count_if(taken.begin(), taken.end(), [](int times) { return times != 1; });
       }
