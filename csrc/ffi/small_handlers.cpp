@@ -53,7 +53,7 @@ XLA_FFI_DEFINE_HANDLER(kSmallForward, on_problem(small_forward),
 /// empty.
 Error check_table_sums(const AnyBuffer& records, const AnyBuffer& sums, const Call& call) {
   const Problem& p = call.problem;
-  const char* const rule = "it is what tiles of queries add to the gradient of relative_bias, or nothing";
+  const char* const rule = "it holds the contributions of query tiles to the gradient of relative_bias, or nothing";
   if (!p.has_relative_bias) {
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result table_records", records, xffi::DataType::F32, {0}, rule));
     return check_array("result table_sums", sums, xffi::DataType::F32, {0}, rule);
@@ -72,7 +72,7 @@ Error check_sinks_parts(const AnyBuffer& parts, const Call& call) {
   const std::int64_t numbers =
       arrays.sinks == nullptr ? 0 : small::scratch_of_sinks(call.problem, call.tiles.kv, arrays.batch_of_sinks);
   return check_array("result sinks_parts", parts, xffi::DataType::F32, {numbers},
-                     "it is what parts of the queries add to the gradient of sinks, or nothing");
+                     "it holds the contributions of parts of the queries to the gradient of sinks, or nothing");
 }
 
 Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer relative_bias, AnyBuffer key_bias,
@@ -94,12 +94,12 @@ Error small_backward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuff
   NATTEN_JAX_RETURN_IF_ERROR(decode_sinks(sinks, call));
   NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                          {problem.batch, problem.queries(), problem.heads, 4},
-                                         "it is four numbers for each query and head"));
+                                         "it holds four numbers for each query and head"));
   const std::int64_t parts = small::additional_parts(problem.queries() * problem.heads_per_kv(), problem.additional_kv);
   NATTEN_JAX_RETURN_IF_ERROR(check_array(
       "result additional_sums", *additional_sums, xffi::DataType::F32,
       {parts, problem.batch, problem.additional_kv, problem.heads_kv, problem.head_dim + problem.head_dim_v},
-      "it is what each part of the queries adds to gradients"));
+      "it holds the contributions of each part of the queries to the gradients of additional tokens"));
   NATTEN_JAX_RETURN_IF_ERROR(check_table_sums(*table_records, *table_sums, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_table_gradient(relative_bias_gradient, call));
   NATTEN_JAX_RETURN_IF_ERROR(decode_key_bias_gradient(key_bias_gradient, call));

@@ -66,7 +66,7 @@ void for_each_shape(const Side (&sides)[kRank], int warps, Region& region, const
 }
 
 Status too_large() {
-  return Status::invalid_argument("the windows of a tile are too large for the form for small windows");
+  return Status::invalid_argument("the windows of a tile are too large for the kernels for small windows");
 }
 
 }  // namespace

@@ -62,14 +62,15 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   const bool has_layouts = arrays.layouts != nullptr;
   const Coverage coverage = coverage_of(arrays);
   if (has_layouts && problem.has_relative_bias) {
-    return Status::invalid_argument("relative_bias and layouts were both given, but the kernels take either");
+    return Status::invalid_argument(
+        "relative_bias and layouts were both given, but the kernels support only one of them");
   }
   if (has_layouts && problem.has_key_bias) {
-    return Status::invalid_argument("key_bias and layouts were both given, but the kernels take either");
+    return Status::invalid_argument("key_bias and layouts were both given, but the kernels support only one of them");
   }
   if (wraps(problem) && (has_layouts || problem.has_relative_bias || problem.has_key_bias)) {
     return Status::invalid_argument(
-        "the form for small windows takes dimensions that wrap, or else layouts, relative_bias or key_bias");
+        "with a dimension that wraps, the kernels for small windows support no layouts, relative_bias or key_bias");
   }
   NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, coverage, device, p.region));
   const std::int64_t items = problem.batch * problem.heads;
@@ -110,7 +111,8 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   }
   constexpr std::int64_t kMostCtas = 65535;  // per region
   if (ctas > kMostCtas) {
-    return Status::invalid_argument("the form for small windows takes at most 65535 batch entries with own layouts");
+    return Status::invalid_argument(
+        "the kernels for small windows support at most 65535 batch entries with separate layouts");
   }
   shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(ctas)), 32 * p.region.warps,
            p.region.shared.bytes, stream};

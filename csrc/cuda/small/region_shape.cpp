@@ -156,7 +156,8 @@ Status begin_region(const Problem& problem, const Side (&sides)[kRank], const st
                                            saturated_product(problem.batch, problem.keys(), problem.heads_kv),
                                            saturated_product(problem.batch, problem.additional_kv, problem.heads_kv)}) {
     if (rows_of_array >= kMostRows) {
-      return Status::invalid_argument("the form for small windows takes arrays of less than 2^31 tokens and heads");
+      return Status::invalid_argument(
+          "batch entries times tokens times heads must be less than 2^31 for small windows");
     }
   }
   region = {};
