@@ -14,9 +14,9 @@ class ElementType:
         short_name: Name in the profiler.
         bytes: Number of bytes of an element.
         accumulator: Name of the type for accumulation, for the logsumexp and for scales.
-        output: Name of the output's default type. An empty string stands for the element type itself.
+        output: Name of the default type of outputs. If it is empty, outputs have the type of the inputs by default.
         is_float8: True for 8-bit types. For arrays of these types, operators accept scales and return an output of
-            another type. The arrays are not differentiable.
+            another type. Arrays of these types are not differentiable.
     """
 
     name: str

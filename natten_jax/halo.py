@@ -2,8 +2,8 @@
 
 A device that holds the tokens ``[first, last)`` of a dimension needs the keys from the start of its first query's
 window to the end of its last query's window. The number of these keys beyond the local tokens is computed exactly with
-:mod:`natten_jax.windows`. The computation includes the borders of the layout: near a border, a shifted window can
-extend to only one side of its query. If the dimension wraps, the devices form a ring.
+:mod:`natten_jax.windows`, also at the borders of the layout. Near a border, a window can be shifted so far that all its
+other keys are on one side of its query. If the dimension wraps, the devices form a ring.
 
 All devices run the same program and therefore receive halos of the same lengths. The length on each side is the largest
 number of keys that a device needs on that side.
@@ -64,8 +64,8 @@ class Halo:
     def held(self, first: int) -> tuple[int, int]:
         """Return the range ``[begin, end)`` of the keys in a part's arrays, including halos.
 
-        The part starts at token ``first``. The range always includes both halos. It extends beyond the layout if the
-        part is at a border.
+        The part starts at token ``first``. If all keys are gathered, the range is the whole dimension. Otherwise it
+        includes both halos, and extends beyond the layout if the part is at a border.
         """
         return (0, self.extent) if self.is_gathered else (first - self.before, first + self.part + self.after)
 
@@ -80,13 +80,13 @@ class Halo:
         return self.parts == 2 and self.before == self.after and not self.is_gathered and not self.wraps
 
     def evened(self) -> Halo:
-        """Extend the shorter halo to the length of the longer one: two devices then swap halos in one permute."""
+        """If two devices swap halos, extend the shorter halo to the longer one's length: one permute then suffices."""
         if self.parts != 2 or not (self.before and self.after) or self.wraps:
             return self
         longer = max(self.before, self.after)
         return dataclasses.replace(self, before=longer, after=longer)
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019  # halos are small, and few
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  # the cache keeps only few small halos alive
     def seen_slabs(self, axis: Axis) -> tuple[SeenSlab, ...]:
         """Return the slabs of a part's halos: first the slabs before it, then the slabs after it, the nearest first."""
         if self.changes_places and self.before:
@@ -101,9 +101,10 @@ class Halo:
         return tuple(found)
 
     def _seeing(self, axis: Axis, is_front: bool, distance: int) -> int:
-        """Return how many queries at one end of a part can see keys beyond the nearest ``distance`` halo keys.
+        """Return the number of queries from one end of a part to the farthest query that sees distant halo keys.
 
-        The queries are counted from that end to the last query that sees such a key in any part.
+        Distant keys are all halo keys at this end except the nearest ``distance`` keys. The number is the maximum over
+        all parts.
         """
         first, last = self._reach(axis)
         # In a dilation group, window bounds increase with the query. The queries that need keys before the part are
@@ -129,7 +130,7 @@ class SeenSlab(NamedTuple):
 
     Attributes:
         is_front: True if the slab lies before the part, False if after it. ``None`` if that depends on the device.
-        queries: Number of the part's queries that see the slab, counted from the end next to the slab.
+        queries: Number of queries from the part's end next to the slab to the farthest query that sees the slab.
         keys: Number of keys in the slab.
         distance: Number of keys between the slab and the part.
     """
@@ -140,7 +141,7 @@ class SeenSlab(NamedTuple):
     distance: int
 
     def starts(self, part: int, is_front: bool) -> tuple[int, int]:
-        """Return the first query that sees the slab, and the slab's first key, relative to the start of the part."""
+        """Return the first query that sees the slab and the slab's first key. Both are relative to the part's start."""
         if is_front:
             return 0, -self.distance - self.keys
         return part - self.queries, part + self.distance
@@ -197,7 +198,7 @@ def halos_of(problem: Problem, parts: Sequence[int]) -> tuple[Halo, ...]:
 
 
 def travel_order(halos: Sequence[Halo]) -> list[int]:
-    """Sort the token dimensions that have halos by the ratio of received tokens to local tokens, the largest first.
+    """Sort the token dimensions that have halos by the ratio of received to local tokens, the largest ratio first.
 
     Passes that overlap computation with halo exchange use this order. The keys that are sent along a dimension include
     the halos of the dimensions that come earlier in the order.

@@ -1,8 +1,8 @@
 """``python -m natten_jax.doctor``: report the installation, the build, and why each backend can or cannot run here.
 
 ``--problem`` takes the profiler's flags that describe a problem. The report then lists all backends. If a backend can
-run the problem, the report shows tiles and the size of the scratch memory; otherwise it shows the reason. It also shows
-the problem's entry in the package's table of measured configurations.
+run the problem, the report shows tiles and the size of the scratch memory; otherwise it shows why the backend cannot.
+The report also shows the problem's entry in the package's table of measured configurations.
 
 ``--check NAME`` compares the results of the backend NAME on this device with attention in float64. It also measures the
 times of the backend.
@@ -50,7 +50,7 @@ def main() -> int:
         except ValueError as error:
             parser.error(f"--check: {error}")
         return run_program(parser.prog, lambda: backend_check.check(id_))
-    # A dry run accepts problems for devices that this machine does not have.
+    # With --dry-run, the parser accepts devices that this machine does not have.
     options = None if given.problem is None else parse([*given.problem, "--dry-run"])
 
     lines = report() if options is None else report_problem(options)

@@ -34,14 +34,14 @@ from natten_jax.version import __version__
 
 #: Largest allowed error ``||result - reference|| / ||reference||``, by element type. Wrong results have much larger
 #: errors: one extra key in a window of 100 keys gives an error of 0.1. The bound for 8-bit arrays is the largest,
-#: because their kernels also round the softmax weights to three mantissa bits.
+#: because their kernels round the softmax weights to three mantissa bits.
 BOUNDS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5, "float64": 1e-12, "float8_e4m3fn": 5e-2}
 #: Number of runs per problem. A race condition may change the results of only a few runs.
 RUNS = 3
-#: A measurement repeats a call and returns the median time. It stops after this many seconds of calls, but makes at
-#: least the smaller and at most the larger number of calls.
+#: A measurement repeats a call until the calls have taken ``_TIMED_SECONDS``, and returns the median time.
+#: ``_TIMED_CALLS`` are the smallest and the largest number of calls.
 _TIMED_SECONDS, _TIMED_CALLS = 0.3, (3, 50)
-#: Number of heads in the timed problems, on accelerators and on the host.
+#: Number of heads in the timed problems: ``_HEADS`` on accelerators, ``_HEADS_OF_HOST`` on the host.
 _HEADS, _HEADS_OF_HOST = 16, 1
 
 _OPERATORS: Mapping[int, Callable[..., Any]] = {1: na1d, 2: na2d, 3: na3d}
@@ -83,7 +83,7 @@ _TIMED_ATTENTION = (
 def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = False) -> Iterator[Problem]:
     """Yield the problems whose results are compared with the reference.
 
-    All problems have the first element type. Every third problem is repeated with each other element type.
+    The first element type is used for all problems, and each further element type for a third of the problems.
 
     Args:
         operator: ``"fna"`` or ``"fmha"``.
@@ -101,7 +101,7 @@ _MOST_DIFFERENT = 2
 
 
 def arrays_of(problem: Problem) -> dict[str, np.ndarray]:
-    """Return normally distributed operands and cotangents of a problem, by name. Every run gets the same values."""
+    """Return normally distributed operands and cotangents of a problem, by name. All calls return the same values."""
     few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
     rng, dtype = np.random.default_rng(0), jnp.dtype(problem.dtype)
     found = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes_of(few).items()}
@@ -202,7 +202,7 @@ class _Session:
 
     @property
     def baseline(self) -> BackendId | None:
-        """Backend whose times are also printed: the default, or plain JAX if the checked backend is the default.
+        """Backend to compare times with: the default, or plain JAX if the checked backend is the default.
 
         ``None`` if plain JAX is both the default and the checked backend.
         """
@@ -289,7 +289,7 @@ class _Session:
 
 
 def relative_errors(problem: Problem, backend: str, *, with_gradients: bool) -> dict[str, float]:
-    """Compute the error of each result relative to the norm of the reference: the maximum over all runs."""
+    """Return the error of each result by name: the maximum over all runs, relative to the norm of the reference."""
     arrays = arrays_of(problem)
     few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
     expected = reference(few, {name: array[: few.batch] for name, array in arrays.items()})

@@ -78,7 +78,7 @@ def _derive_plain(
     (operands,) = jax.tree.unflatten(structure, primals)
     operands = operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
     found = Differentiable(*results)
-    backend: Any = backends.by_id(plan.backend)  # a backend with residuals defines both derivatives
+    backend: Any = backends.by_id(plan.backend)  # only backends that define tangents and gradients have residuals
     by_position = dict(zip(positions if read is None else read, given, strict=True))
     if read is None:
         every = [by_position[i] if i in by_position else jnp.zeros_like(array) for i, array in enumerate(primals)]
@@ -129,7 +129,7 @@ def _forward_plain(backend: PureJaxBackend, request: Request, operands: Operands
 
 def fuses_additional_kv(request: Request) -> bool:
     """Return True if the forward pass supports additional key/value tokens on every platform that can run the pass."""
-    if request.problem.own_extents:  # kernels add the tokens to every query, but queries in the padding must see no key
+    if request.problem.own_extents:  # in kernels, every query sees these tokens, but padding queries must see no key
         return False
     plans = (call.plan("forward") for call in device_calls(request))
     return all("additional_kv" in backends.by_id(plan.backend).capabilities.takes for plan in plans)
@@ -305,7 +305,8 @@ def _attend_on_device(plain: PureJaxBackend | None, request: Request, operands: 
     """Compute attention on the arrays of one device, and exchange halos if ``token_axes`` split token dimensions.
 
     Args:
-        plain: The result of :func:`plain_backend`. JAX differentiates this backend; with ``None``, kernels run.
+        plain: The result of :func:`plain_backend`. JAX differentiates this backend. If it is ``None``, the passes are
+            the rules of a ``custom_vjp``.
         request: The call.
         operands: The device's arrays.
     """
@@ -333,8 +334,8 @@ def _overlapping_plans(request: Request) -> _Plans | None:
     """Return the plans of both passes if at least one of the passes overlaps its halo exchange with computation.
 
     With these plans, each pass exchanges halos itself. Without plans (``None``), halos are exchanged once, before both
-    passes. The decision is made for the default device, or for the first kind of device that can run both passes if the
-    default device cannot. Results do not depend on the decision.
+    passes. The decision is made for the default device. If the default device cannot run both passes, the decision is
+    made for the first kind of device that can. Results do not depend on the decision.
 
     The operands never contain sinks here. If tokens are split over devices, sinks are added to the output later
     (:func:`natten_jax.ops.canonicalize.in_passes`).

@@ -1,4 +1,4 @@
-"""Conversion between the arrays of a call and of its kernels: element types, head dimensions, biases and sinks."""
+"""Conversion of a call's arrays to its kernels' arrays and back: element types, head dimensions, biases and sinks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from natten_jax.problem import Problem
 
 
 def converted(planned: Problem, operands: Operands) -> Operands:
-    """Convert 8-bit operands to the element type of the plan, which can represent every 8-bit value exactly.
+    """Convert 8-bit operands to the element type of the plan. The conversion is exact.
 
     Keys and values are also multiplied by their scale factors, if there are any. These products are float32. Operands
     are returned unchanged if they are not 8-bit, or if the kernels of the plan read 8-bit elements.
@@ -66,7 +66,7 @@ def with_heads_of(problem: Problem, inputs: Inputs) -> Inputs:
 
 
 class KernelOperands(NamedTuple):
-    """Arrays of a pass in the form of the call and in the form of the kernels, and conversions of results.
+    """The operands of a call, the operands of its kernels, and conversions of results between the two.
 
     Attributes:
         backend: The backend that runs the pass.

@@ -75,7 +75,7 @@ def _evaluate_polynomial(time: jax.Array, first: _Array, rest: Sequence[_Array])
 
 
 def _with_next_derivative(function: Callable[[jax.Array], _Derivatives]) -> Callable[[jax.Array], _Derivatives]:
-    """Return a function that calls ``function`` and appends the next derivative to each of the returned lists."""
+    """Return a function that calls ``function`` and appends the next derivative to each list of its result."""
 
     def extended(time: jax.Array) -> _Derivatives:
         values, changes = jax.jvp(function, (time,), (jnp.ones_like(time),))
@@ -122,9 +122,9 @@ def refuse(*_: Any, reason: str = REASON, **__: Any) -> Any:
 def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
     """Create a primitive that returns its arguments unchanged, with ``jvp`` as its differentiation rule.
 
-    With a primitive, JAX batches tangents only in forward mode, so that the batching rule of the tangents can raise an
-    error. With ``jax.custom_jvp``, JAX would also batch the tangents when only a gradient through ``jax.vmap`` is
-    computed, because JAX would trace the rule before batching it.
+    With a primitive, JAX batches tangents only in forward mode. The batching rule of the tangents can therefore raise
+    an error. With ``jax.custom_jvp``, JAX would trace the differentiation rule before batching it. A gradient through
+    ``jax.vmap`` would then also batch the tangents.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -211,7 +211,7 @@ class Computation:
 
     Attributes:
         spec: The pass.
-        structure: Tree structure of the arguments of ``spec``; the first argument is :class:`Operands`.
+        structure: Tree structure of the arguments of the pass; the first argument is :class:`Operands`.
     """
 
     spec: Spec
@@ -262,7 +262,7 @@ class Computation:
         return dataclasses.replace(self, structure=structure), position
 
     def structured(self, leaves: Any) -> Any:
-        """Build the arguments of ``spec`` from their leaves."""
+        """Build the arguments of the pass from their leaves."""
         return jax.tree.unflatten(self.structure, leaves)
 
 
@@ -566,7 +566,7 @@ def _lower_for(platform: str | None) -> None:
 
 
 def _platform_of(ctx: mlir.LoweringRuleContext) -> str:
-    """Return the platform that JAX lowers for, if it is not in :data:`PLATFORMS`; "other" if there are several."""
+    """Return the platform outside :data:`PLATFORMS` that JAX lowers for; "other" if there are several of these."""
     own, *others = (each for each in _jax_internals.platforms_of(ctx) if each not in PLATFORMS)
     return "other" if others else own
 
@@ -578,7 +578,7 @@ def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
     not call them.
 
     Raises:
-        ValueError: The compiler for TPUs would have to split a kernel.
+        ValueError: The plan runs a kernel on TPUs. XLA cannot split such a kernel.
     """
     is_plain_jax = backends.by_id(plan.backend).capabilities.is_plain_jax
     if plan.platform == "tpu" and not is_plain_jax:
@@ -653,7 +653,7 @@ def _run_computation(computation: AnyComputation, call: DeviceCall, arrays: Sequ
 def _function(computation: AnyComputation, plan: Plan, call: DeviceCall) -> Callable[..., Any]:
     """Return a jitted function that runs a computation.
 
-    Equal computations get the same function, so that a program with many equal layers contains it only once.
+    Equal computations get the same function, so that a program with many equal layers contains the function once.
     """
 
     def run_pass(*arguments: Any) -> Any:

@@ -40,7 +40,8 @@ def merged(one: Saved, other: Saved) -> Saved:
     highest = jnp.maximum(first, second)
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
     distances = (first - highest) + parts[0][0], (second - highest) + parts[1][0]
-    # If logits are large, these distances can be large. Subtracting the larger distance keeps weights from overflowing.
+    # If logits are large, the remainders in these distances can be large and positive. Subtracting the larger
+    # distance keeps weights from overflowing.
     top = jnp.maximum(*distances)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weights = [jnp.exp2((distance - top) + log2_sum) for distance, (_, log2_sum) in zip(distances, parts, strict=True)]
@@ -54,7 +55,7 @@ def merged(one: Saved, other: Saved) -> Saved:
 
 
 def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
-    """Continue a forward pass with further keys: run a pass over these keys, and merge both results.
+    """Continue a forward pass with further keys: run a pass over these keys, and merge its results.
 
     Args:
         forward_saving: Function that runs a forward pass.
@@ -95,7 +96,7 @@ def are_needed(plan: Plan, operands: Operands) -> bool:
 
 
 def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
-    """Return plan and operands of the first pass, which runs over the keys in the arrays without any strip.
+    """Return plan and operands of the first pass, in which windows lack the keys of the strips.
 
     Windows are cut at the ends of the dimensions that have strips. Other wrapped dimensions are split over devices, and
     their wrapped keys are in the device's halos. These dimensions are extended (:func:`on_line`).
@@ -131,8 +132,8 @@ class Side(NamedTuple):
     Attributes:
         first: Index of the first of these keys in the layout.
         keys: Number of these keys.
-        origin: Coordinate of the first of these keys beyond the end: ``-keys`` before the layout, the extent of the
-            dimension after the layout.
+        origin: Coordinate at which windows reach the first of these keys: ``-keys`` if the keys lie before the layout,
+            the extent of the dimension if they lie after it.
         first_query: Index of the first query that sees at least one of these keys.
         queries: Number of queries from ``first_query`` to the last query that sees at least one of these keys.
     """
@@ -245,7 +246,7 @@ def strips_of(plan: Plan, operands: Operands) -> Iterator[Strip]:
     for i, axis in enumerate(axes):
         for side in sides_of(axis) if are_whole[i] else ():
             first, extents = np.zeros(len(axes), np.int32), list(queries)
-            if queries[i] == axis.query_extent:  # otherwise the queries' position may be known only at run time
+            if queries[i] == axis.query_extent:  # otherwise the position of the queries can be a run-time value
                 first[i], extents[i] = side.first_query, side.queries
             yield Strip(axes, are_whole, i, side, QueryBox(jnp.asarray(first), tuple(extents)))
 

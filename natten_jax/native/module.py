@@ -69,7 +69,7 @@ _ENDS_OF_WINDOWS = {(False, "shift"): 0, (True, "shift"): 1, (False, "cut"): 2, 
 def axis_rows(problem: Problem) -> Shape:
     """Return the numbers that describe the kernels' three token dimensions, in one tuple.
 
-    Each dimension has the fields of csrc/include/natten_jax/axis_fields.h, in the order of that table.
+    For each dimension, the tuple has the fields in the table of csrc/include/natten_jax/axis_fields.h, in table order.
     """
     missing = (Axis(1, 1, 1),) * (KERNEL_RANK - problem.rank)
     axes = (*missing, *problem.axes)
@@ -181,7 +181,8 @@ def estimate_of_small_windows(
 
     Returns:
         A mapping, or ``None`` if the kernels do not support the pass. ``"seconds"`` is the predicted time of the pass.
-        ``"launches"`` is a list of mappings, one per launch, with these items:
+        ``"launches"`` is a list of mappings, one per launch, with the items below. Rows are the queries or keys that a
+        warp owns; columns are the keys or queries that the rows see.
 
         - ``"kernel"``: name of the kernel.
         - ``"seconds"``: predicted time of the launch.
@@ -268,7 +269,7 @@ def bias_sums(axes: Sequence[int], queries: Sequence[int], tile: Sequence[int], 
 
 
 def additional_parts(columns: int, additional_kv: int) -> int:
-    """Return the number of partial sums that the kernels for small windows add up to gradients of additional tokens.
+    """Return the number of partial sums that the kernels for small windows compute per gradient of an additional token.
 
     Args:
         columns: Number of queries of a batch entry, times the number of query heads that share a key/value head.
@@ -304,8 +305,8 @@ def _runtime_ffi_version() -> tuple[int, int] | None:
 def _check_ffi_version(module: ModuleType) -> None:
     runtime = _runtime_ffi_version()
     built: tuple[int, int] = module.build_info()["ffi_api_version"]
-    # A runtime supports libraries for every earlier minor version. With a library for a later version, XLA fails to
-    # initialise.
+    # A runtime supports libraries that were built for an earlier minor version of the interface. With a library for a
+    # later version, XLA fails to initialise.
     if runtime is not None and (runtime[0] != built[0] or runtime[1] < built[1]):
         raise ImportError(
             f"the native module was built for version {built[0]}.{built[1]} of the XLA FFI interface, "
@@ -316,7 +317,7 @@ def _check_ffi_version(module: ModuleType) -> None:
 def _check_files(spec: ModuleSpec) -> None:
     """Check that the library files are complete: loading a truncated file would kill the process."""
     if spec.origin is None or sys.platform != "linux":
-        return  # the import reports missing files more clearly, and other systems do not use ELF files
+        return  # the import reports a missing file more clearly; macOS and Windows do not use ELF files
     for file in (Path(spec.origin), Path(spec.origin).with_name("libnatten_jax.so")):
         if not file.exists():
             continue
@@ -326,7 +327,7 @@ def _check_files(spec: ModuleSpec) -> None:
             raise ImportError(f"{file} is not a 64-bit ELF library")
         (sections,) = struct.unpack_from("<Q", header, 0x28)
         entry_size, entries = struct.unpack_from("<HH", header, 0x3A)
-        # The section headers end the file. A shorter file is truncated.
+        # In a complete file, the section headers come last. A file that ends earlier is truncated.
         if sections + entry_size * entries > file.stat().st_size:
             raise ImportError(f"{file} is truncated")
 

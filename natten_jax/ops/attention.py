@@ -98,7 +98,7 @@ def attention(
         scale: Factor of the logits: a number, or an array with the shape ``[]`` or ``[heads]``. ``None`` is
             ``head_dim ** -0.5``. A number must be finite, and its product with ``log2(e)`` must be finite in float32.
             For float64 inputs, only the number itself must be finite. An array can be learned. Kernels read it
-            in float32 (in float64 for float64 inputs). Traced values give NaN if they would be invalid as numbers. A
+            in float32 (in float64 for float64 inputs). Traced values that break the rules for numbers give NaN. A
             concrete array without dimensions is treated as a number.
         is_causal: If True, query ``i`` sees only keys ``j <= i`` (top-left aligned, also for unequal lengths).
         query_origin: Offset of the queries in the key sequence: query ``i`` sees the keys that query
@@ -126,8 +126,8 @@ def attention(
         value_scale: Factors that an 8-bit value is multiplied by, with the shapes of ``key_scale``.
         out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"`` (the default), ``"float16"`` or
             ``"float32"``.
-        fp8: ``"e4m3"`` or ``"e5m2"``. 8-bit type to which the call quantizes query, key and value of a wider type.
-            Gradients are computed without quantization.
+        fp8: ``"e4m3"`` or ``"e5m2"``. The call quantizes query, key and value, which must be 16-bit or 32-bit, to
+            this 8-bit type. Gradients are computed without quantization.
         **performance: Arguments as in :class:`natten_jax.performance.PerformanceArguments`, except that tile sizes in
             tokens replace the tile shapes: ``q_tile_size``, ``kv_tile_size``, ``backward_q_tile_size`` and
             ``backward_kv_tile_size``.

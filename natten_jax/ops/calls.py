@@ -64,7 +64,7 @@ class IgnoredArgumentWarning(UserWarning):
 
 
 def warn_of_ignored(request: Request, query: jax.Array, attention_names: Collection[str] = ()) -> None:
-    """Warn about performance arguments that the backends for a request ignore on its device.
+    """Warn about performance arguments that have no effect on the backends that run a request.
 
     The warning points at the line of the user's code that calls this package, JAX or Flax. Python shows the warning
     once per line.
@@ -253,7 +253,7 @@ def _describe_call(
         is_box: True if the call has a ``query_origin``. The queries are then a box inside the layout of the keys.
 
     Raises:
-        ValueError: The arrays break a rule. If heads seem to come before tokens, the message contains a hint.
+        ValueError: The arrays break a rule. If they seem to have heads before tokens, the message contains a hint.
     """
 
     def describe(inputs: Inputs) -> Problem:
@@ -283,7 +283,8 @@ def _as_jax_arrays(arrays: Sequence[ArrayLike | None]) -> Inputs:
 def _scale_of_heads(factors: Any, inputs: Inputs, problem: Problem, grid: UpsampledGrid | None) -> jax.Array:
     """Expand an array of scales to ``[batch, heads]``.
 
-    If ``grid`` is not ``None``, its queries are folded into heads, and ``heads`` includes these heads.
+    If ``grid`` is not ``None``, ``heads`` is the number of query heads times the number of queries in a cell of the
+    grid.
     """
     batch, *_, heads, _ = inputs.query.shape
     if grid is None:
