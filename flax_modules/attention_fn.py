@@ -565,7 +565,7 @@ class NeighborhoodAttentionFn:
 
 _REASONS = {
     "bias": "neighborhood attention does not add a bias to the logits",
-    "mask": "only the window selects the keys of a query (decode=True also passes a mask)",
+    "mask": "use natten_jax's modules to mask padding, and the operators for decode=True, which also passes a mask",
     "module": "attention weights are never formed, so they cannot be sown",
     "input_positions": "rotate query and key in a function around this one",
 }

@@ -213,7 +213,7 @@ _NO_WEIGHTS = (
     "the operators form no attention weights to drop; modules have attn_drop and proj_drop, and neighborhood_weights "
     "and neighborhood_apply have weights in between"
 )
-_ONE_LENGTH = "the sequences of a batch have one length: pad them, and attention takes query_lengths and kv_lengths"
+_PAD = "pad sequences to one length; extents, or query_lengths and kv_lengths of attention, hide the padding"
 _FROM_ARRAYS = "the arrays have it"
 _FEWER_HEADS = "key and value may have fewer heads (GQA, MQA)"
 _HEADS = "the arrays have the heads: key and value may have fewer than query (GQA, MQA), as they are"
@@ -275,7 +275,7 @@ _MEANINGS = {
     ),
     "registers extra_keys": Meaning("additional_keys", "with additional_values they are tokens that every query sees"),
     "seqlens_Q seqlens_KV cumulative_seqlen_Q cumulative_seqlen_KV max_seqlen_Q max_seqlen_KV cu_seqlens cu_seqlens_q "
-    "cu_seqlens_k max_seqlen_k query_seq_lengths key_value_seq_lengths seq_lens seqlens": Meaning("", _ONE_LENGTH),
+    "cu_seqlens_k max_seqlen_k query_seq_lengths key_value_seq_lengths seq_lens seqlens lengths": Meaning("", _PAD),
     "num_heads n_heads heads nhead num_attention_heads": Meaning("num_heads", _FEWER_HEADS, _HEADS),
     "num_kv_heads kv_heads n_kv_heads num_key_value_heads": Meaning("num_kv_heads", _FEWER_HEADS, _HEADS),
     "enable_gqa num_groups num_query_groups": Meaning("", _HEADS),
