@@ -41,8 +41,8 @@ def apart(arrays: _Array) -> _Array:
     """Return the arrays behind a barrier, so that XLA does not fuse slices of these arrays with a custom call.
 
     On GPUs, XLA fuses a custom call with contiguous slices of its operands and results. In JAX 0.11.2 the fusion has
-    two faults. It fails with "DUS target must be a fusion parameter" if the array that a slice is written into is the
-    call's result. It also prevents the call's results from aliasing its operands.
+    two faults. Compilation fails with "DUS target must be a fusion parameter" if the target of a dynamic-update-slice
+    is a result of the custom call. The fusion also prevents the results of the call from aliasing the call's operands.
     """
     return jax.lax.optimization_barrier(arrays)  # type: ignore[no-any-return]
 
@@ -77,8 +77,8 @@ class QueryBox:
     def put(self, array: jax.Array, part: jax.Array) -> jax.Array:
         """Return the array with the queries of this box replaced.
 
-        The method updates a slice, which XLA does in place. ``array.at[...]`` would be a scatter. If all of its indices
-        are static, the scatter has an empty constant as its index operand. In a ``jax.shard_map`` over explicit axes,
+        The method updates a slice, which XLA does in place. ``array.at[...]`` would be a scatter. If all indices are
+        static, the scatter has an empty constant as its index operand. In a ``jax.shard_map`` over explicit axes,
         XLA of JAX 0.11 aborts the process on such a constant.
         """
         if array.shape == part.shape:

@@ -26,12 +26,13 @@ class Role(enum.Enum):
     - ``ADDITIONAL``: additional keys and values, which every query sees.
     - ``PER_QUERY``: one number per query and head, such as the logsumexp.
     - ``PER_KEY``: one number per key and query head.
-    - ``PER_KEY_OF_ALL_HEADS``: one number per key, which all heads share.
+    - ``PER_KEY_OF_ALL_HEADS``: one number per key, shared by all heads.
     - ``PER_HEAD``: one number per batch entry and head, such as a scale.
-    - ``PER_HEAD_OF_ALL_ENTRIES``: a row of numbers per head, which all batch entries share: the batch dimension has
-      extent 1.
+    - ``PER_HEAD_OF_ALL_ENTRIES``: a row of numbers per head. All batch entries share the row, and the batch dimension
+      has extent 1, unless axes that ``jax.vmap`` maps have been merged into the batch.
     - ``PER_ENTRY``: several numbers per batch entry, such as the extents of its layout.
-    - ``WHOLE``: arrays that are not split over a mesh, such as the origins. Each device has its own values.
+    - ``WHOLE``: arrays that are not sharded, such as the origins. Inside ``jax.shard_map``, their values may differ
+      between devices.
 
     Arrays of all roles except ``WHOLE`` have a batch dimension. It is the first dimension after the axes that
     ``jax.vmap`` maps.
@@ -111,7 +112,7 @@ class Inputs(NamedTuple):
             from a query. All batch entries share one table, unless axes that ``jax.vmap`` maps have been merged into
             the batch. In that case there is a table per batch entry.
         key_bias: In the accumulator's element type. Bias that is added to all logits of a key; or ``None``.
-        shared_key_bias: In the accumulator's element type. Bias of a key that all heads share; or ``None``.
+        shared_key_bias: In the accumulator's element type. One bias per key, shared by all heads; or ``None``.
             ``key_bias`` and ``shared_key_bias`` are never given together.
         sinks: In the accumulator's element type. One logit per head, whose exponential is added only to the softmax
             denominator; or ``None``. All batch entries share the sinks, with the same exception as for
@@ -143,7 +144,7 @@ Gradients = Inputs
 
 
 def key_arrays(inputs: Inputs) -> dict[str, jax.Array]:
-    """Return the inputs that have a key dimension, or the gradients of these inputs, by name."""
+    """Return the arrays that have a key dimension, by name. ``inputs`` may be a tuple of gradients."""
     fields = zip(Inputs._fields, roles_of_fields(Inputs), inputs, strict=True)
     return {name: array for name, role, array in fields if role.tokens == "keys" and array is not None}
 
@@ -218,9 +219,9 @@ class Saved(NamedTuple):
         out: As in :class:`Output`.
         logsumexp: As in :class:`Output`.
         remainder: float32. Rounding error of the logsumexp, in base 2 (csrc/include/natten_jax/logsumexp.h). If logits
-            are large, this error would otherwise multiply the weights by an arbitrary factor. ``None`` if another
-            backend computed the forward pass: its logits differ from those of the backward pass by as much as the
-            remainder would correct.
+            are large and the backward pass does not correct this error, the error multiplies the weights by an
+            arbitrary factor. ``None`` if another backend computed the forward pass. The logits of two backends differ
+            by as much as this error, so a correction would be useless.
     """
 
     out: Annotated[jax.Array, Role.QUERY, "batch *queries heads head_dim_v"]
@@ -251,8 +252,8 @@ def vary_alike(arrays: _Tree) -> _Tree:
 
     If one array varies over a mesh axis, all arrays do after this call.
 
-    JAX transposes this function, except inside custom derivative rules. The transpose sums the gradient of an array
-    over the axes that were added to it.
+    JAX transposes this function, except inside custom derivative rules. The transpose sums the gradient of each array
+    over the axes that were added to this array.
     """
     return varying_like(arrays, arrays)
 
@@ -275,8 +276,9 @@ def varying_like(carry: _Tree, arrays: Any) -> _Tree:
 def types_like(array: Any, *types: tuple[Sequence[int], Any]) -> list[Any]:
     """Return the abstract types of results that lie on the same devices as ``array``.
 
-    The results have the mesh of ``array`` and, inside ``jax.shard_map``, vary over the same mesh axes. Their shardings
-    have an entry per dimension, which is ``None``: like the operands, the results are not sharded over explicit axes.
+    The results have the mesh of ``array`` and, inside ``jax.shard_map``, vary over the same mesh axes. In their
+    shardings, the entry of every dimension is ``None``, because the results, like the operands, are not sharded over
+    explicit axes.
 
     Args:
         array: The array, or its abstract type.

@@ -28,8 +28,8 @@ def base2(logsumexp: jax.Array) -> jax.Array:
     """Convert a logsumexp to base 2, and round it before any later subtraction.
 
     The barrier keeps XLA from fusing the product and a later subtraction into a multiply-add, which would not round the
-    product. On CPUs, XLA drops the barrier before LLVM runs, and the maximum prevents the fusion instead. The maximum
-    also keeps finite numbers from overflowing to ``-inf``.
+    product. On CPUs, XLA drops the barrier before LLVM runs. There, ``jnp.maximum`` prevents the fusion instead.
+    ``jnp.maximum`` also keeps finite numbers from overflowing to ``-inf``.
     """
     lowest = jnp.where(jnp.isneginf(logsumexp), -jnp.inf, float(jnp.finfo(logsumexp.dtype).min))
     product = jax.lax.optimization_barrier(logsumexp * np.asarray(LOG2_E, logsumexp.dtype))

@@ -203,7 +203,10 @@ def _best_configuration(found: Any, where: str) -> dict[str, Any]:
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """Check all rules that do not depend on the problem. Error messages start with the name of the wrong argument."""
+    """Check performance arguments, but not the rules that depend on the problem.
+
+    Error messages start with the name of the wrong argument.
+    """
     for name in _TILES:
         if name in arguments and not (isinstance(arguments[name], list) and 1 <= len(arguments[name]) <= 3):
             raise TypeError(f"{name} must be a list of 1 to 3 ints, got {shown(arguments[name])}")

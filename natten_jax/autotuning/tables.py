@@ -32,8 +32,8 @@ class TunedPass:
 
     Attributes:
         plan: The selected configuration.
-        seconds: Device time with the selected configuration: of the forward pass if ``plan`` is a forward pass, and of
-            the forward and backward passes together if ``plan`` is a backward pass.
+        seconds: Device time with the selected configuration. If ``plan`` is for the forward pass, this is the time of
+            the forward pass. If ``plan`` is for the backward pass, this is the total time of both passes.
         default_seconds: Device time of the same passes with the default configuration. Both configurations were
             measured in alternation.
         is_default: True if the default was selected, because no other configuration was clearly faster.
@@ -182,8 +182,11 @@ def shipped(device: Device) -> TunedTable | None:
 def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
     """Return the measured pass of a request on a device; ``None`` if no table entry applies.
 
-    A call does not get an entry if it specifies tiles of the pass, a kernel schedule, or a backend other than the
-    entry's. A call whose layout is split over devices does not get an entry either.
+    Even if the table contains the problem, no entry applies in these cases:
+
+    - The call specifies tiles of the pass, or a kernel schedule.
+    - The call specifies another backend than the entry.
+    - The layout of the call is split over devices.
     """
     table = shipped(device) if request.tuned is None else request.tuned
     is_part = math.prod(request.parts) > 1
@@ -199,7 +202,10 @@ def names_configuration(request: Request, pass_: Pass) -> bool:
 
 
 def with_configuration(request: Request, plan: Plan) -> Request:
-    """Return the request with a plan's backend and schedule, and with its tiles unless the request specifies tiles."""
+    """Return the request with a plan's backend and schedule.
+
+    Each pass for which the request specifies no tiles gets the plan's tiles.
+    """
     performance = request.performance
     for each in PASSES:
         if performance.tiles(each) is None:

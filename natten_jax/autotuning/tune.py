@@ -15,10 +15,11 @@ def tune(
     """Measure configurations for each operator call in a function, and select the fastest for each call.
 
     The function is traced but not run. Each distinct *problem* (the shapes, element types and arguments of a call) is
-    measured once. The measurement uses random arrays on the default device. First, the best-ranked configurations are
-    measured briefly. Then the fastest of these is measured in alternation with the default configuration. The default
-    is kept unless the other configuration is at least 2% faster, so that tuning does not make a program slower. On a
-    GPU, tuning takes some seconds per problem and pass. Progress is printed on standard error.
+    measured once. The measurement uses random arrays on the default device. First, the configurations that
+    the backends rank highest are measured briefly. Then the fastest of these is measured in alternation with the
+    default configuration. The default is kept unless the other configuration is at least 2% faster, so that tuning does
+    not make a program slower. On a GPU, tuning takes some seconds per problem and pass. Progress is printed on standard
+    error.
 
     Example:
         >>> import jax, jax.numpy as jnp, natten_jax
@@ -30,7 +31,7 @@ def tune(
         ...     output = jax.jit(attend)(tokens)
 
     Args:
-        function: A function that ``jax.jit`` accepts. It may be compiled by ``jax.jit`` already. It can be a forward
+        function: A function that ``jax.jit`` accepts, or the result of ``jax.jit``. The function can be a forward
             pass or a whole training step.
         *arguments: Arguments of ``function``. For an array, its shape and type (``jax.ShapeDtypeStruct``) are
             sufficient.

@@ -7,7 +7,7 @@
   arguments that the selected backend ignores.
 
 Code outside this package looks up backends by their capabilities, not by family name. This package imports
-:mod:`natten_jax.native`, :mod:`natten_jax.cost_model` and lower levels.
+:mod:`natten_jax.native`, :mod:`natten_jax.cost_model` and modules on lower import levels.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def register(backend: Backend) -> None:
     """Register a backend. The operators, configuration queries, profiler and doctor then include it.
 
     The backend becomes the second-to-last in order of preference. The last one is the pure JAX backend, which supports
-    every problem. A call without the ``backend`` argument uses the new backend in two cases: if no earlier backend can
-    run the problem, or if the new backend is predicted to be clearly faster than the first backend that can run it.
+    every problem. A call without the ``backend`` argument uses the new backend in two cases:
+
+    - No backend before it can run the problem.
+    - Its predicted time is the smallest, and clearly smaller than that of the first backend that can run the problem.
 
     Raises:
         ValueError: A backend of the same family is already registered.
@@ -94,7 +96,8 @@ def export_targets() -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain.from_iterable(by_pass)))
 
 
-#: Names of attention implementations in other libraries, with descriptions for the error message if one is requested.
+#: Names of attention implementations in other libraries. If a call requests such a name as its backend, the error
+#: message contains the description of the implementation.
 _JAX_IMPLEMENTATION = "an implementation of attention in JAX, which the profiler can measure for comparison"
 _PYTORCH_IMPLEMENTATION = "an implementation of attention in PyTorch"
 _OTHERS = {

@@ -71,7 +71,7 @@ class Capabilities:
             restriction (:mod:`natten_jax.backends.select`).
         is_by_name_only_for_float8: As ``is_by_name_only``, but only for 8-bit arrays.
         float8_dtypes: 8-bit element types that the forward kernels support.
-        converts_float8_to: Element type to which 8-bit arrays are converted before the kernels, without rounding.
+        converts_float8_to: Element type to which 8-bit arrays are converted, without rounding, before the kernels run.
             ``None`` if the backend rejects 8-bit arrays whose type is not in ``float8_dtypes``.
         head_dim_step: The kernels support head dimensions that are multiples of this number.
         float8_head_dim_step: ``head_dim_step`` for 8-bit arrays; ``None`` if it is the same.
@@ -81,7 +81,7 @@ class Capabilities:
         targets: Names of the custom calls that each pass makes to this package's native library.
         schedules: Kernel schedules of each pass; the first one is the default.
         used_arguments: Names of the performance arguments that the backend uses, except tiles and ``kernel_schedule``.
-            They include arguments for a guarantee that always holds, such as deterministic gradients.
+            They include arguments that request a property that the backend's results always have, such as determinism.
         carries_plan: True if the backend attaches the plan of a pass to one operation, such as a custom call
             (:func:`natten_jax.plan.plan.carrying_plan`). If False, all operations of the pass carry the plan.
         edges: Supported values of the window option ``edges``.
@@ -92,15 +92,16 @@ class Capabilities:
             features is not supported, the caller computes it by other means: ``"own_layouts"`` (batch entries with
             different layouts in one call, see :meth:`Backend.takes_layouts_of`); ``"additional_kv"`` (additional tokens
             in the same kernels); ``"shared_key_bias"`` (key biases that all heads share, without a copy per head);
-            ``"sinks"`` (sinks in the softmax, and their gradients). Kernels with ``"sinks"`` also apply
+            ``"sinks"`` (sinks in the softmax, and their gradients). If ``"sinks"`` is supported, the kernels also apply
             :func:`natten_jax.arrays.biases.with_hidden_keys` to float32 biases and sinks.
         excludes: Pairs of attributes of :class:`Problem` that no kernel supports together, each with the reason.
         needs_columns: Function that returns True if no kernel can add the key biases of a problem. The biases are then
             encoded in additional columns of queries and keys.
         is_plain_jax: True if the backend consists of XLA operations. XLA then partitions them over devices, and JAX
-            differentiates them in forward and reverse mode and to any order. A plan has the tiles of both passes.
+            differentiates them in forward and reverse mode and to any order. Each plan contains the tiles of both
+            passes.
         is_slow_fallback: True if the backend is slow. By default, it runs only if no other backend can run the problem.
-            The call warns if the reason is that this build lacks kernels.
+            The call then warns if this build lacks the kernels of a faster backend.
         residual_width: Last dimension of ``Differentiable.residuals``. A positive number means that the backend has an
             analytic derivative: the methods ``tangents`` and ``gradients``, as in
             :class:`natten_jax.backends.flex.backend.FlexBackend`.
@@ -140,8 +141,8 @@ class Form(NamedTuple):
             dimensions.
         continues: True if the forward kernels can merge their results into the results of earlier passes
             (:class:`Earlier`). If False, JAX operations merge them.
-        unused: Performance arguments that the backend uses in other plans, but that do not affect this plan. Each one
-            maps to the reason: a clause that follows the backend's name.
+        unused: Performance arguments that the backend uses in other plans, but that do not affect this plan. Each
+            argument maps to the reason: a clause that follows the backend's name in a warning.
     """
 
     wraps: bool
@@ -154,7 +155,7 @@ class Earlier(NamedTuple):
 
     Attributes:
         saved: Merged results of the earlier passes, for all queries.
-        seeing: Box of the queries that see any key of the next pass.
+        seeing: Box of the queries that see at least one key of the next pass.
     """
 
     saved: Saved
@@ -296,8 +297,8 @@ class Backend(abc.ABC):
 
         Args:
             plan: The plan of the pass.
-            operands: The operands, with all queries. If ``earlier`` is given, they have origins, and only queries in
-                ``earlier.seeing`` see any of their keys.
+            operands: The operands, with all queries. If ``earlier`` is given, the operands have origins, and queries
+                outside ``earlier.seeing`` see no key of this pass.
             saves: True to compute the remainder, which a backward pass reads. If False, ``Saved.remainder`` is
                 unspecified.
             earlier: Earlier forward passes, whose results this pass merges with its own. Only for plans with

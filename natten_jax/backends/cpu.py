@@ -119,7 +119,7 @@ def _outer_tile(problem: Problem, layout: Shape, tile: Shape) -> Shape:
     Each extent is rounded up to a multiple of the stride, unless the stride is larger than the extent. Then the longest
     extent is halved until there are enough work items, or until the tile has fewer than ``2 * _SMALLEST_TILE`` tokens.
 
-    The tile does not depend on the number of threads, because results must not depend on it.
+    The tile does not depend on the number of threads, because results must be equal for any number of threads.
     """
     axes = problem.axes
     extents = [t if axis.stride > t else -(-t // axis.stride) * axis.stride for t, axis in zip(tile, axes, strict=True)]

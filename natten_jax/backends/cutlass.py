@@ -48,8 +48,8 @@ _UNUSED_BY_SMALL_WINDOWS = {
 #: Sizes of scratch arrays are padded to a multiple of this number of elements, because kernels use vectorised loads.
 _STEP = 4
 
-#: Maximum number of partial sums per head with which a separate kernel computes the sinks' gradient. Batch entries with
-#: separate sinks share this number.
+#: Maximum number of partial sums per head of the separate kernel that computes the sinks' gradient. If batch entries
+#: have separate sinks, the number is divided by the number of these entries, but each entry has at least one sum.
 _MOST_SINKS_PARTS = 256
 
 
@@ -74,7 +74,7 @@ def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
     """Return the type of the scratch memory for partial sums of the sinks' gradient.
 
     The gradient kernels write a partial sum per query tile. If layouts differ between batch entries, a separate kernel
-    writes a partial sum per part of the queries instead. The memory is large enough for either.
+    splits the queries into parts, and writes a partial sum per part instead. The memory is large enough in both cases.
     """
     sinks, problem = operands.inputs.sinks, plan.problem
     if sinks is None:
@@ -99,8 +99,9 @@ def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: 
     Args:
         problem: The problem.
         operands: The arrays of the call.
-        rows: Extents of a tile of the kernels' rows. The padding of the table's lines depends on both extents.
-        columns: Extents of a group of the kernels' columns.
+        rows: Extents of a tile of rows: the tokens that a warp owns.
+        columns: Extents of a group of columns: the tokens that a warp processes at a time. The padding of the table's
+            last dimension depends on ``rows`` and ``columns``.
     """
     inputs = operands.inputs
     if inputs.relative_bias is None:
@@ -141,7 +142,7 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
     added = ffi.layouts_operand(operands), tables, ffi.key_bias_operand(problem, operands), sinks
     results = [
         _float32(batch, count, heads, 4),
-        # Gradients of additional tokens: partial sums, one per part of the queries.
+        # Partial sums of the gradients of additional tokens. The queries are split into parts, with one sum per part.
         _float32(additional_parts, batch, problem.additional_kv, problem.heads_kv, additional_width),
         _table_products(problem, operands, rows, columns),
         *_table_sums(plan, operands),
@@ -386,7 +387,7 @@ def _missing_code(capability: ComputeCapability) -> str | None:
 
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     """Return the large-window tile sizes to rank, as pairs: queries per query tile, keys per key/value tile."""
-    most, keys = _largest_tiles(problem, device, pass_)  # raises if heads are too wide, in both passes
+    most, keys = _largest_tiles(problem, device, pass_)  # for both passes, because it raises if heads are too wide
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
     rows = min(most, keys)

@@ -40,8 +40,8 @@ class HeadScales:
 
     Kernels multiply logits by ``abs(scale)``. They multiply query gradients by ``query_factor``, which is
     ``abs(scale)`` unless the scale is zero or so small that the gradients would lose digits. In these cases
-    ``query_factor`` is larger. :meth:`convert_gradients` corrects the query gradient, and computes the scale's gradient
-    from it.
+    ``query_factor`` is larger. :meth:`convert_gradients` computes the correct gradients of query and scale from the
+    kernels' query gradient.
 
     Attributes:
         scale: float32 ``[batch, heads]``. Scales that are infinite or too large for the kernels are NaN here. Only
@@ -74,8 +74,8 @@ class HeadScales:
         """Convert the kernels' gradients to gradients with respect to the call's query and scale.
 
         Args:
-            gradients: Gradients that the kernels return. Their query gradient is for the query that :meth:`signed`
-                returns, and has ``query_factor`` in place of the scale.
+            gradients: Gradients that the kernels return. The query gradient is with respect to the query that
+                :meth:`signed` returns, and is multiplied by ``query_factor`` instead of the scale.
             query: The query of the call.
         """
         wide = gradients.query.astype(jnp.float32)
@@ -117,7 +117,7 @@ _SCALE_OF_NOTHING = 2.0**-64
 
 
 class NativeBackend(Backend):
-    """A backend whose forward pass is one custom call. Its first results are output, logsumexp and remainder."""
+    """A backend whose forward pass is one custom call. The call's first results are output, logsumexp and remainder."""
 
     @abc.abstractmethod
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
@@ -158,7 +158,7 @@ class NativeBackend(Backend):
         if inputs.scale is None or problem.heads == problem.heads_kv:
             return self.call_backward(plan, operands, saved, cotangents)
         # Kernels sum a key's gradient over the query heads that share the key, and multiply the sum by the scale. If
-        # each head has its own scale, repeat the keys per query head, so that none is shared.
+        # each head has its own scale, repeat the keys per query head, so that heads share no keys.
         plan = dataclasses.replace(plan, problem=dataclasses.replace(problem, heads_kv=problem.heads))
         repeated = operands._replace(inputs=with_heads_of_queries(inputs))
         return sum_shared_heads(self.call_backward(plan, repeated, saved, cotangents), inputs)
@@ -190,8 +190,8 @@ def with_kernel_ranks(problem: Problem, saved: Saved, cotangents: Cotangents) ->
 def _times_sign_of_scale(problem: Problem, array: jax.Array) -> jax.Array:
     """Multiply a query, or its gradient, by the sign of the problem's scale, because kernels require positive scales.
 
-    The sign is determined after rounding the scale to float32. If it is zero, the array is multiplied by zero:
-    infinities and NaN become NaN, as they would in the logits.
+    The sign is determined after rounding the scale to float32. If the scale is then zero, the array is multiplied by
+    zero. Infinities and NaN become NaN, as they would in the logits.
     """
     factor = int(np.sign(np.float32(problem.scale)))
     return array if factor == 1 else array * jnp.asarray(factor, array.dtype)
@@ -217,9 +217,9 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
 def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     """Return the operands with which every forward custom call begins.
 
-    They are the operands that :func:`kernel_operands` returns, except the last one: ``[batch, heads, 2]``, the scale
-    and the sink of each head. Without sinks, the second column is ``-inf``. The operand is empty if the scale is not an
-    array and there are no sinks.
+    Only the last operand differs from :func:`kernel_operands`. It is ``[batch, heads, 2]``, and contains the scale and
+    the sink of each head. Without sinks, the second column is ``-inf``. The last operand is empty if the scale is not
+    an array and there are no sinks.
     """
     *others, scales = kernel_operands(problem, operands)
     inputs = operands.inputs
@@ -315,7 +315,8 @@ def call_for_gradients(
     if inputs.scale is None:
         gradients = gradients._replace(query=_times_sign_of_scale(problem, gradients.query))
     else:
-        # Clear the query's padding: its gradient is zero, but the padding may contain NaN, and zero times NaN is NaN.
+        # The scale's gradient is a sum of products of the query and the query's gradient. In the padding, the gradient
+        # is zero, but the query may be NaN, and zero times NaN is NaN. So set the query's padding to zero.
         query = without_padding(operands.layouts, inputs).query
         gradients = HeadScales.from_scale(problem, inputs.scale).convert_gradients(gradients, query)
     return gradients, results[len(types) :]

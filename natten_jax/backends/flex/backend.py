@@ -7,7 +7,7 @@ see.
 The derivative of the forward pass is an analytic rule, the usual backward pass of attention. Let ``P`` be the softmax
 weights, and ``dP = dO V^T``. Let ``delta`` be ``rowsum(dO O)`` minus the cotangent of the logsumexp. The rule computes
 ``dS = P (dP - delta)``, and from it ``dQ = scale dS K``, ``dK = scale dS^T Q`` and ``dV = P^T dO``. These gradients are
-linear in the cotangents. The tangents of output and logsumexp are the transpose of this linear map.
+linear in the cotangents. The transpose of this linear map computes the tangents of output and logsumexp.
 
 The residuals of the rule are the output, the logsumexp, and two statistics per softmax row: the maximum, and the
 logarithm of the sum. None of them is stored per key/value tile. The rule is plain JAX, so JAX can differentiate it to
@@ -130,8 +130,8 @@ def _gradients(
             backend computed them.
         cotangents: The cotangents of the output and the logsumexp.
         wanted: An :class:`Inputs` tuple of bools, True for each input whose gradient is needed.
-        is_transposed: True if JAX will transpose this function. In this case, arrays that are linear in the cotangents
-            are not concatenated with other arrays. Derivatives recompute each inner step instead of storing its
+        is_transposed: True if JAX will transpose this function. Arrays that are linear in the cotangents are then not
+            concatenated with other arrays, and derivatives recompute each inner step instead of storing the step's
             residuals.
 
     Returns:
@@ -140,12 +140,12 @@ def _gradients(
     cotangents = _without_padding(plan, operands, cotangents)
     operands = _without_padding(plan, operands, operands)
     products = Products(plan, operands.inputs.scale)
-    # The row statistics are constants for derivatives. `change` is zero, and its derivative is that of the logsumexp.
-    # Adding `change` to the row statistics gives them the correct derivative.
+    # JAX treats the row statistics as constants when it differentiates. `change` is zero, and its derivative is the
+    # derivative of the logsumexp. Adding `change` to the row statistics gives them the correct derivative.
     change = result.logsumexp - lax.stop_gradient(result.logsumexp)
     if operands.is_placed or plan.problem.biases:
-        # If a row sees no local key, the difference of its logsumexps (-inf) is NaN. Use 0 instead. Any finite number
-        # would do, because all logits of the row are masked and its weights are 0.
+        # If a row sees no local key, its logsumexp is -inf, and `change` is NaN. Use 0 instead. Any finite number would
+        # do, because all logits of the row are masked and its weights are 0.
         change = jnp.where(result.logsumexp == -jnp.inf, 0, change)
     out_cotangent = products.cast(cotangents.out)
     delta = jnp.sum(out_cotangent * products.cast(result.out), axis=-1)
@@ -229,7 +229,7 @@ def _by_query(
     """Compute gradients by a sweep over query tiles.
 
     Returns:
-        The gradients of queries, additional keys, additional values, scale and relative bias; other fields are
+        First, the gradients of queries, additional keys, additional values, scale and relative bias; other fields are
         ``None``. Second, the softmax over only the additional tokens; ``None`` without additional tokens.
     """
     problem, inputs = plan.problem, operands.inputs
