@@ -114,9 +114,9 @@ def _remedy(device: Device) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-#: The backend with the shortest predicted time is selected if this time is at most this fraction of the predicted time
-#: of the first backend in order of preference. Otherwise, the first backend is selected. The margin allows for
-#: prediction errors.
+#: The first backend in order of preference is selected, unless the shortest predicted time is at most this fraction of
+#: the first backend's predicted time. In that case, the backend with the shortest time is selected. The margin allows
+#: for prediction errors.
 _CLEARLY_FASTER = 0.9
 
 
@@ -345,8 +345,8 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
 
 
 # All backends use the tiles. A backend also uses the performance arguments in `Capabilities.used_arguments`, and
-# `kernel_schedule` if it has schedules. `Form.unused` lists exceptions for a plan. If a call gives an argument that is
-# not used, the argument is reported as ignored.
+# `kernel_schedule` if it has schedules. `Form.unused` lists the arguments that do not affect a particular plan. If a
+# call gives an argument that is not used, the argument is reported as ignored.
 
 
 class Choice(NamedTuple):
@@ -373,7 +373,10 @@ CHOICES: Mapping[str, Choice] = {
 
 
 def used_arguments_of(backend: Backend) -> frozenset[str]:
-    """Return the names of the performance arguments that a backend uses, including guarantees that it always gives."""
+    """Return the names of the performance arguments that a backend uses.
+
+    The names include arguments for a guarantee that always holds, such as deterministic gradients.
+    """
     return frozenset(backend.capabilities.used_arguments) | (
         {"kernel_schedule"} if backend.capabilities.schedules else set()
     )
@@ -387,8 +390,8 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
         asked: The performance arguments of the call. Arguments that have their default value are not returned.
 
     Returns:
-        The reason for each argument name, only for arguments that affect the plan's pass. A reason is a clause that
-        begins with the backend's name.
+        A map from argument name to reason, without the arguments for the other pass. A reason is a clause that begins
+        with the backend's name.
     """
     backend, reasons = backends.by_id(plan.backend), {}
     known, unused = used_arguments_of(backend), backend.form(plan).unused

@@ -40,7 +40,7 @@ class Kernel:
         outer_tile: Seconds per outer tile, without the time of its inner tiles.
         inner_tile: Seconds per inner tile, without masking.
         masking: Additional seconds per partial inner tile, which is an inner tile that needs a mask.
-        skipping: Seconds per inner tile that the kernel visits and skips.
+        skipping: Seconds per inner tile that the kernel visits but skips.
         row_groups: Number of groups into which the rows of an outer tile are divided. Each group skips and masks inner
             tiles independently.
         power: Factor on :attr:`Calibration.slowdown`. It is smaller for kernels that draw less power.
@@ -62,7 +62,7 @@ class Kernel:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Head dimension, tokens per outer tile, and tokens per inner tile. These identify a kernel of a pass."""
+        """Head dimension, tokens per outer tile, and tokens per inner tile. Unique per pass and element type."""
         return self.head_dim, self.outer_tokens, self.inner_tokens
 
 
@@ -81,11 +81,11 @@ class Calibration:
         onset: Duration of a pass, in seconds, at which half of ``slowdown`` applies. A larger share applies to longer
             passes.
         kernels: Compiled kernels, by pass.
-        backward_launch: Fixed overhead of a backward pass, which consists of several kernels, in seconds. ``None`` uses
-            ``launch``.
-        tail: For forward kernels whose thread blocks take tiles from a counter (dynamic scheduling): number of rounds
-            between the average finish of the multiprocessors and the finish of the last one. ``None`` if tiles are
-            assigned statically.
+        backward_launch: Fixed overhead of a backward pass, which consists of several kernels, in seconds. If it is
+            ``None``, ``launch`` applies.
+        tail: Time between the average finish of all multiprocessors and the finish of the slowest one, in rounds
+            (waves). It applies to forward kernels whose thread blocks take tiles from a counter (dynamic scheduling).
+            ``None`` if tiles are assigned statically.
         counted_rounds: Smallest number of rounds with dynamic scheduling. With fewer rounds, tiles are assigned
             statically.
         dtypes: Element types for which the coefficients are valid.
@@ -122,7 +122,7 @@ class Calibration:
 
     @check_types
     def kernel(self, problem: Problem, pair: TilePair, pass_: Pass) -> Kernel | None:
-        """Return the smallest calibrated kernel that supports the heads, tiles and element type, or ``None``."""
+        """Return the smallest kernel for the head dimensions, tiles and element type; ``None`` if no kernel fits."""
         tiles = outer_and_inner(checked_pair(pair, problem.rank), pass_)
         size = max(problem.head_dim, problem.head_dim_v), *map(math.prod, tiles)
         able = [each for each in self.kernels.get(pass_, ()) if problem.dtype in (each.dtypes or self.dtypes)]
@@ -154,14 +154,15 @@ def calibration_for(family: str, compute_capability: CapabilityLike | None = Non
     Args:
         family: ``"hopper"``, ...
         compute_capability: Compute capability of the device whose times are predicted, as ``(9, 0)``, ``"9.0"`` or
-            ``9.0``. ``None`` selects any calibrated device of the family, which is accurate enough to rank tiles.
+            ``9.0``. If it is ``None``, the result is the model of any calibrated device of the family. Such a model is
+            accurate enough to rank tiles.
 
     Returns:
         The model, or ``None`` if there is no file for this family and compute capability.
 
     Raises:
-        ValueError: ``family`` is not the name of a calibrated family, but is similar to one; or ``compute_capability``
-            is invalid.
+        ValueError: ``family`` is not the name of a calibrated family, but is similar to such a name; or
+            ``compute_capability`` is invalid.
         TypeError: An argument is of the wrong type.
     """
     return _calibration(family, None if compute_capability is None else compute_capability_of(compute_capability))

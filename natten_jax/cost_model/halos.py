@@ -1,8 +1,9 @@
 """Predicted times of passes whose token dimensions are sharded over devices, and choices based on these times.
 
 A halo consists of the keys on other devices that the queries of a shard see. A slab is the part of a halo that one
-other device sends. There are two strategies. A device either receives all halos before it computes. Or it overlaps the
-exchange with computation: it processes its own keys first, and then one slab at a time.
+other device sends. There are two strategies. In the first one, a device receives all halos before it computes. In the
+second one, a device overlaps the exchange with computation: it processes its own keys first, and then one slab at a
+time.
 
 For the same query-key pairs, a sharded dimension has more tiles than an unsharded one, because each shard and each slab
 is divided into tiles separately.
@@ -67,8 +68,8 @@ _DEVICES_OF_HOST = 8
 _LINKS_AWAKE_FACTOR = 1.02
 
 #: Fraction of the multiprocessors that an exchange occupies, so that concurrent kernels cannot use them. On an H200, it
-#: occupies 16 of 132, one per channel. With 8 channels the exchange takes twice as long, with 4 channels four times as
-#: long. Passes are not faster with fewer channels.
+#: occupies 16 of 132, one per channel. Compared with 16 channels, the exchange takes twice as long with 8 channels, and
+#: four times as long with 4 channels. Passes are not faster with fewer channels.
 _TAKEN = 16 / 132
 
 #: Maximum number of tile pairs that are tried for a shard. The pairs that are predicted to be the fastest for the whole
@@ -76,8 +77,8 @@ _TAKEN = 16 / 132
 #: shard's fastest pair was among the first 64. Trying 64 pairs takes 0.2 seconds.
 _PAIRS = 64
 
-#: A shard keeps the tiles for the whole layout, unless the predicted time with another tile pair is less than this
-#: fraction of the predicted time with these tiles.
+#: Ratio of two predicted times of a shard: with another tile pair, and with the tile pair for the whole layout. The
+#: other pair is used only if the ratio is less than this number.
 _CLEARLY_FASTER = 0.95
 
 
@@ -248,8 +249,8 @@ class HaloStrategy:
     Attributes:
         calls: Tile counts of each call, for the shard that visits the most tiles.
         moved: Bytes that a device reads and writes to copy halos, queries and results.
-        travel: Fraction of the halo traffic that overlaps with each call, without the last call. Empty if the halos are
-            received before the first call.
+        travel: For each call except the last one, the fraction of the halo traffic that overlaps with the call. Empty
+            if the halos are received before the first call.
     """
 
     calls: Sequence[Visits]
@@ -267,7 +268,10 @@ def _halos_first(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy:
 
 
 def _by_keys(plan: Plan, halos: Sequence[Halo]) -> HaloStrategy | None:
-    """Return the strategy that processes a device's own keys and then one slab at a time; ``None`` if impossible."""
+    """Return the strategy that processes a device's own keys and then one slab at a time.
+
+    ``None`` if no device receives a halo, or if devices gather all keys along a dimension.
+    """
     if any(halo.is_gathered for halo in halos) or not any(halo.received for halo in halos):
         return None
     problem, copies = plan.problem, _copies(plan)
@@ -298,9 +302,9 @@ def _slab_bytes(problem: Problem, halos: Sequence[Halo]) -> int:
 def _copies(plan: Plan) -> int:
     """Return the number of additional row reads and row writes for each query that sees a halo.
 
-    The rows belong to the query, the output and their gradients. In the forward pass, a kernel that continues an
-    earlier call reads the output of that call. For other kernels, the queries are sliced, and the outputs of the two
-    calls are merged in place.
+    A row contains the elements of one query in the query array, the output array or one of their gradients. In the
+    forward pass, a kernel that continues an earlier call reads the output of that call. For other kernels, the queries
+    are sliced, and the outputs of the two calls are merged in place.
 
     In the backward pass, the queries, the saved outputs and the output gradients are sliced. The query gradients are
     set to zero, accumulated, converted and added. The row sums of output times output gradient are computed again.
@@ -362,9 +366,9 @@ def _kernel_seconds(
 
 @functools.lru_cache(maxsize=1024)
 def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | None:
-    """Return the strategy that overlaps computation and halo exchange, if it is predicted to be faster.
+    """Return the strategy that overlaps computation and halo exchange, if this is predicted to be faster.
 
-    Otherwise, return ``None``. A device should then receive all halos before it computes.
+    Otherwise, return ``None``: it is then faster if a device receives all halos before it computes.
 
     Args:
         plan: The plan of the pass, whose problem has the global layout.
@@ -399,8 +403,8 @@ def retile_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair
     """Return the plan with the tiles that are predicted to be fastest for a device's shard of the layout and its halos.
 
     These tiles may differ from the fastest tiles for the whole layout. For example, if tiles have eight columns and a
-    shard has ten, six columns of the second tile are padding. The windows also end at the ends of the shard and its
-    halos.
+    shard has ten, six columns of the second tile are padding. In addition, a tile visits no keys beyond the ends of the
+    shard's halos.
 
     Args:
         plan: The plan of the pass, with the tiles for the whole layout.

@@ -10,13 +10,14 @@ kind of device (:mod:`natten_jax.cost_model.calibration`). The formula is:
     time = busy * (1 + slowdown * power * busy / (busy + onset))
 
 - Each row group of a kernel sees or skips an inner tile, and may mask it (:mod:`natten_jax.cost_model.tiles`). If only
-  some of the row groups skip a tile, the tile counts as a fraction of a seen tile and a fraction of a skipped tile. A
-  tile counts as partial if at least one row group masks it, because row groups alternate.
+  some of the row groups skip a tile, the tile counts partly as seen and partly as skipped. A tile counts as partial if
+  at least one row group masks it, because row groups take turns: one uses the tensor cores while another computes
+  exponentials.
 - The number of rounds (waves) is ``batch * heads * (outer tiles) / (multiprocessors * side_by_side)``, with
   ``heads_kv`` instead of ``heads`` in the backward pass. It is rounded up. If thread blocks take their tiles from a
-  counter, ``tail`` is added instead (half a round on Hopper).
-- The last line models the clock. The clock drops while a kernel keeps the device at its power limit, and it drops
-  further for kernels that draw more power.
+  counter, the number is not rounded up. Instead, ``tail`` is added to it (half a round on Hopper).
+- The last line of the formula models the clock. The clock drops while a kernel keeps the device at its power limit, and
+  it drops further for kernels that draw more power.
 - A backward pass consists of several kernels and has a separate ``launch`` coefficient.
 """
 
@@ -229,10 +230,12 @@ def rank(
 
 
 _LANES = 128
-#: Instruction bundles that the softmax of 1024 logits takes. The two backward kernels both compute the weights.
+#: Instruction bundles that the softmax of 1024 logits takes. The number is doubled in the backward pass, because both
+#: of its kernels compute the weights.
 _SOFTMAX: Mapping[Pass, float] = {"forward": 2.5, "backward": 2 * 2.5}
 #: Number of matrix products of width ``head_dim``, and number of matrix products of width ``head_dim_v``, in all
-#: kernels of a pass. The two backward kernels both compute the weights and the gradients of the weights.
+#: kernels of a pass. Both kernels of the backward pass compute the weights and the gradients of the weights, so these
+#: products count twice.
 _PRODUCTS: Mapping[Pass, tuple[int, int]] = {"forward": (1, 1), "backward": (4, 3)}
 #: Number of 16-bit products that the matrix units execute for one float32 product at full precision.
 _PRODUCTS_PER_FLOAT32 = 6

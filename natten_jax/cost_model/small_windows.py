@@ -1,18 +1,18 @@
 """Predicted times of the kernels for small windows, which are some of the kernels of the ``cutlass`` backends.
 
-A pair of tiles selects these kernels by its sizes. In the forward pass, the query tile must have 16 tokens and the
+The sizes of a pair of tiles select these kernels. In the forward pass, the query tile must have 16 tokens and the
 key/value tile 8. In the backward pass, the query tile must have 8 tokens and the key/value tile 16. The gradients that
 these kernels compute are always reproducible.
 
 Native code (``csrc/cuda/small/region.cpp``, ``region_time.cpp`` and ``ring_shape.cpp``) selects how a launch divides a
 problem among thread blocks, and predicts the time of the launch. Its coefficients are fitted to measurements: on an
-H100 for windows whose kernels may use a ring buffer, and on an H200 for other windows. The device properties that it
-takes into account are the number of multiprocessors, the shared memory per block, and support for TMA.
+H100 for windows whose kernels may use a ring buffer, and on an H200 for other windows. The native code takes three
+properties of the device into account: the number of multiprocessors, the shared memory per block, and support for TMA.
 
 Rows are queries, and columns are the keys that these queries see. In kernels for key and value gradients, rows are
 keys, and columns are the queries that see them. A warp owns a tile of 16 rows and loops over groups of 8 columns, two
 groups at a time. These two groups are neighbors along one dimension, which is called the line dimension. The first
-group begins at the start of the rows' hull (:mod:`natten_jax.cost_model.tiles`).
+group of the loop begins at the start of the rows' hull (:mod:`natten_jax.cost_model.tiles`).
 
 A forward pass is a single launch. A backward pass is either a single launch that computes all gradients, or two
 launches: one with queries as rows, and one with keys as rows. Each of these two launches computes the logits and their
@@ -119,8 +119,8 @@ def estimate(
             TMA are assumed.
 
     Returns:
-        The estimate. ``None`` if the family is not calibrated, if the tiles have other sizes, or if the columns that a
-        warp's rows see do not fit into shared memory.
+        The estimate. ``None`` if the family is not calibrated, if the sizes of the tiles do not select these kernels,
+        or if the columns that a warp's rows see do not fit into shared memory.
     """
     calibration = calibration_for(family)
     if calibration is None or not is_chosen(problem, pass_, pair):
@@ -144,8 +144,8 @@ def _native_estimate(
 ) -> tuple[Callable[..., Any], Mapping[str, Any] | None]:
     """Return a function that estimates a pass for given tiles, and the estimated ring launch for key/value gradients.
 
-    The ring launch does not depend on the given tiles, because it chooses its own. It is ``None`` in forward passes,
-    and if the kernels do not support a ring for the problem.
+    The ring launch does not depend on the given tiles, because it chooses its own tiles. It is ``None`` in forward
+    passes, and if the kernels do not support a ring for the problem.
     """
     sizes = problem.batch, problem.heads, problem.heads_kv, problem.head_dim, problem.head_dim_v, problem.additional_kv
     axes, has_ring = axis_rows(problem), not problem.own_layouts

@@ -4,8 +4,9 @@ In the forward pass, a thread block owns an *outer* tile of queries and loops ov
 the backward pass, the outer tile has keys and values, and the inner tiles have queries. The mask is separable, so each
 count is a product with one factor per dimension, and each factor is a sum over the outer tiles along this dimension.
 
-In one dimension, let ``[begin(t), end(t))`` be the tokens that token ``t`` of an outer tile sees (in the backward pass:
-the queries that see key ``t``), and let ``first`` and ``last`` be the first and the last token of the tile. Then:
+Consider one dimension and one outer tile. Let ``[begin(t), end(t))`` be the tokens that token ``t`` of the tile sees
+(in the backward pass: the queries that see key ``t``). Let ``first`` and ``last`` be the first and the last token of
+the tile. Then:
 
     hull = [begin(first), end(last))       seen by at least one token of the tile: inner tiles must cover it
     core = [begin(last), end(first))       seen by every token of the tile: needs no mask
@@ -16,8 +17,8 @@ An inner tile that is inside ``core`` in every dimension is *full*. Any other in
 If every inner tile is full, the mask is *fully block-sparse*. Each dilation group has separate tiles.
 
 A kernel may divide the rows of an outer tile among *row groups* (the warpgroups of the Hopper forward kernel). A row
-group skips an inner tile if no row of the group sees the tile. It masks an inner tile unless the tile is full for the
-bounding box of the group's rows in the outer tile. A *part* is the work of one row group on one inner tile.
+group skips an inner tile if no row of the group sees the tile. The group masks every other inner tile, unless the inner
+tile is full for the bounding box of the group's rows. A *part* is the work of one row group on one inner tile.
 
 The number of inner tiles that at least one row group masks is not a product over the dimensions. But this number is a
 sum of such products. For an inner tile, let seen_g be 1 if row group g sees the tile, and full_g be 1 if the tile is
@@ -169,9 +170,9 @@ class ClassifiedTiles(NamedTuple):
     Attributes:
         outer: Number of outer tiles.
         classified: ``[len(inner_tiles), 3 ** len(rows)]``. Number of inner tiles that meet each combination of
-            requirements. A combination has one requirement per row group. Combinations have the order of
-            ``itertools.product``. The elements are int64 if products over dimensions are exact in float64, otherwise
-            Python ints.
+            requirements. A combination has one requirement (``_ANY``, ``_SEEN`` or ``_FULL``) per row group.
+            Combinations have the order of ``itertools.product``. The elements are int64 if products over dimensions are
+            exact in float64, otherwise Python ints.
         most_inner: Maximum number of inner tiles that an outer tile visits.
         hull_pairs: Number of pairs of a token of an outer tile and a token of this tile's hull.
     """
@@ -274,8 +275,8 @@ def part_counts(
 ) -> PartCounts:
     """Count the tiles and parts that a kernel visits, skips and masks, for each of several inner tile shapes.
 
-    All these shapes have the same number of tokens. If the inner tile of the kernel has more tokens, the kernel masks
-    the rest of it, so that no inner tile is full.
+    All these shapes have the same number of tokens. If the kernel is compiled for an inner tile with more tokens, it
+    masks the padding, so that no inner tile is full.
     """
     row_groups = kernel.row_groups
     boxes = _row_boxes(outer_tile, kernel.outer_tokens // row_groups, row_groups)
@@ -331,7 +332,7 @@ def _distinct_extents(inner_tiles: tuple[Shape, ...]) -> list[tuple[tuple[int, .
 
 @functools.lru_cache(maxsize=1 << 10)
 def _row_boxes(outer_tile: Shape, rows: int, row_groups: int) -> list[tuple[Rows, ...]]:
-    """Return, per dimension, the first and last coordinate of each row group's rows, which is their bounding box.
+    """Return the bounding box of each row group's rows: per dimension, their first and last coordinates.
 
     Row indices after the end of the tile count as the last row of the tile.
     """
@@ -356,8 +357,8 @@ def _requirements(row_groups: int) -> Any:
 def _strictest(numbers: tuple[int, ...]) -> Any:
     """Return, for each combination of requirements, the index of the equivalent combination for distinct row groups.
 
-    Row groups with equal coordinates in a dimension are counted as one distinct row group. The strictest of their
-    requirements applies to it, because this requirement implies the others.
+    Row groups with equal coordinates in a dimension are counted as one distinct row group. The strictest requirement on
+    these row groups applies to the distinct row group, because it implies the other requirements.
 
     Args:
         numbers: For every row group, the index of its distinct row group.
@@ -369,7 +370,7 @@ def _strictest(numbers: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _weights(row_groups: int, fills: bool) -> Any:
-    """Return the weights of the combinations of requirements in five sums: ``[3 ** row_groups, 5]``.
+    """Return the weight of each combination of requirements in each of five sums: ``[3 ** row_groups, 5]``.
 
     The sums are the fields ``inner`` to ``partial`` of :class:`PartCounts`. ``fills`` is True if inner tiles have the
     size for which the kernel is compiled.
@@ -417,8 +418,8 @@ class TileCounts:
         full_parts: Number of parts that are not skipped and need no mask.
         partial: Number of inner tiles that at least one row group masks.
         visible_pairs: Number of query-key pairs that are not masked. These are the useful work.
-        hull_pairs: Number of pairs of a token of an outer tile and a token of this tile's hull. These pairs are visible
-            or masked.
+        hull_pairs: Number of pairs of a token of an outer tile and a token of this tile's hull. Masked pairs are
+            included.
         visited_pairs: Number of pairs in all visited tiles, including padding.
         executed_pairs: Number of pairs in all parts that are not skipped, including padding.
     """
@@ -501,8 +502,8 @@ def count_tiles(
         pass_: The pass.
         placement: ``"anchored"`` if the inner tiles of an outer tile start at the first token that the outer tile sees.
             ``"aligned"`` if inner tiles are on a grid that starts at token 0 of each dilation group.
-        kernel: The kernel that executes the tiles. It may be compiled for larger tiles, which then contain padding. If
-            ``None``, a kernel that is compiled for exactly these sizes is assumed.
+        kernel: The kernel that executes the tiles. If it is compiled for larger tiles than ``pair``, its tiles contain
+            padding. If ``None``, a kernel that is compiled for exactly the sizes of ``pair`` is assumed.
 
     Raises:
         ValueError: A tile does not have one positive extent per dimension, ``placement`` is unknown, or a dimension has

@@ -28,18 +28,19 @@ NOWHERE = -(2**30)
 FEW_ROWS_CHUNK, MANY_ROWS_CHUNK, _FEW_ROWS = 1024, 512, 128
 #: Maximum number of logits per chunk.
 MOST_LOGITS = 512 * 512
-#: Maximum number of logits per program, summed over its heads or packs, and maximum number of these heads or packs.
+#: Maximum number of logits per program, summed over its heads or packs; and maximum number of heads or packs per
+#: program.
 _MOST_LOGITS_OF_PROGRAM, _MOST_PACKS_OF_PROGRAM = 2 * MOST_LOGITS, 16
 
 
 # Packs ---------------------------------------------------------------------------------------------------------------
 #
 # If heads were the first dimension, heads of width 32 would be padded to four times their memory, and XLA would
-# transpose them slowly. Packs avoid both: in the arrays of a call, the heads of a token are adjacent, and four heads of
-# width 32 fill the lanes of a register. The kernels treat such a pack as one head with more queries. Each query becomes
-# one row per head, with zeros in the lanes of the other heads. The product of this row and the keys of the pack is then
-# the product of that head only. The product of weights and values fills the lanes of all heads, of which the row uses
-# only the lanes of its head.
+# transpose them slowly. Packs avoid both problems. In the arrays of a call, the heads of a token are adjacent, and four
+# heads of width 32 fill the lanes of a register. The kernels treat such a pack as one head with more queries. Each
+# query becomes one row per head, with zeros in the lanes of the other heads. The product of this row and the keys of
+# the pack therefore includes only the lanes of the row's head. The product of weights and values fills the lanes of all
+# heads, but only the lanes of the row's head are read.
 
 
 def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
@@ -105,7 +106,7 @@ def _head_of_lanes(shape: tuple[int, ...], pack: int) -> jax.Array:
 
 
 def packs_of_program(leading: int, logits: int) -> int:
-    """Return the number of heads or packs per program, if each of them has one chunk with ``logits`` logits.
+    """Return the number of heads or packs that one program processes, if each has one chunk of ``logits`` logits.
 
     The number is a divisor of ``leading``, the total number of heads or packs.
     """
@@ -117,8 +118,8 @@ class Chunks(NamedTuple):
     """The chunks of a box of keys. A program multiplies its queries with one chunk at a time.
 
     A grid step copies one box. Boxes are large, because a grid step has an overhead of hundreds of instruction bundles.
-    The overhead per chunk is smaller. A chunk is a range of the box's keys in row-major order. Its size is independent
-    of the shape of the box, and can be chosen to keep all matrix units busy.
+    The overhead of a chunk is smaller than that of a grid step. A chunk is a range of the box's keys in row-major
+    order. Its size is independent of the shape of the box, and can be chosen to keep all matrix units busy.
 
     Attributes:
         box: Keys of the box along each dimension.
@@ -148,13 +149,13 @@ class Chunks(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Number of keys in the box that have equal coordinates along the dimension :attr:`cut`."""
+        """Number of keys in the box per coordinate along the dimension :attr:`cut`."""
         return math.prod(self.box[self.cut + 1 :])
 
     def coordinates(self) -> np.ndarray:
         """Return the coordinates of the keys of each chunk, relative to the box: ``[chunks, 3, keys]``.
 
-        Keys that the previous chunk also contains have the coordinate ``NOWHERE``.
+        All coordinates of a key are ``NOWHERE`` if the previous chunk also contains the key.
         """
         starts = np.arange(self.number)[:, None] * self.keys
         index = np.minimum(starts, math.prod(self.box) - self.keys) + np.arange(self.keys)
@@ -171,7 +172,7 @@ class Call(StaticCall):
 
     Attributes:
         alignment: Boxes of keys begin at multiples of this number of keys along the last dimension.
-        leading: Extent of the first dimension of the query array; symbolic if the batch size is.
+        leading: Extent of the first dimension of the query array; symbolic if the batch size is symbolic.
     """
 
     columns = "start", "count", "hull_end", "core_first", "core_end", "key_group"
@@ -194,7 +195,8 @@ class Call(StaticCall):
     def together(self) -> int:
         """Number of packs or heads per program.
 
-        A forward program processes several if each has little work, which requires :attr:`is_single`.
+        The number can exceed 1 only in the forward pass, if :attr:`is_single` is True and query heads do not share key
+        heads. Each pack or head then has little work.
         """
         if not (self.is_single and self.plan.pass_ == "forward" and self.queries.heads == self.keys.heads):
             return 1
@@ -235,7 +237,10 @@ class Call(StaticCall):
         return divided(head, self.queries.blocks)
 
     def pack_number(self, head: Scalar, own: int) -> Scalar:
-        """Return the index of a pack or head over all batch entries, given its index ``own`` in the program."""
+        """Return the index of a pack or head, counted over all batch entries.
+
+        ``own`` is its index among the packs or heads of the program.
+        """
         first, last = self.block_of(head)
         return (first * self.together + own) * self.queries.blocks + last
 

@@ -31,7 +31,7 @@ INDICES = 2 + 2 * KERNEL_RANK
 class GridIndices(NamedTuple):
     """Grid indices of a program's step: head, dilation group, owned tile, query head, and number of the step.
 
-    The grid dimensions have this order. ``tile`` and ``step`` have three dimensions each, one per token dimension. If
+    The grid dimensions have this order. ``tile`` and ``step`` contain three indices each, one per token dimension. If
     programs own query tiles, the grid has no dimension for ``query_head``, and ``query_head`` is 0.
     """
 
@@ -118,7 +118,7 @@ def query_spec(call: Call, width: int) -> pl.BlockSpec:
 
 
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
-    """Return the block spec of the row statistics of a query tile, ``[count, rows]``."""
+    """Return the block spec, ``[count, rows]``, of the statistics of a query tile's rows."""
 
     def index(place: GridIndices, _: Any) -> tuple[Any, ...]:
         return *call.block_of(place.head), place.group, *place.tile, 0, 0
@@ -129,7 +129,8 @@ def rows_spec(call: Call, count: int) -> pl.BlockSpec:
 def box_spec(call: Call, width: int) -> pl.BlockSpec:
     """Return the block spec of the box of keys or values that a step visits.
 
-    The index map returns the position of the first key as an element offset (``pl.Element``), not as a block index.
+    The index map returns the position of the box's first key as an element offset (``pl.Element``), not as a block
+    index.
     """
 
     def index(place: GridIndices, tables: Sequence[Any]) -> tuple[Scalar, ...]:
@@ -145,8 +146,11 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
 def query_operands(call: Call, scale: jax.Array) -> list[Any]:
     """Return the operands that precede the query in kernels whose programs own query tiles.
 
-    These are three box tables and two tables of window bounds, all in scalar memory; scales; and two arrays for masks:
-    key coordinates, and the window bounds along the last dimension.
+    In order, they are:
+
+    - three box tables and two tables of window bounds, all in scalar memory,
+    - the scales,
+    - for masks, the key coordinates and the window bounds along the last dimension.
     """
     slab_bounds = [jnp.asarray(visits.bounds).reshape(-1) for visits in call.visits[:-1]]
     last_bounds = jnp.asarray(call.visits[-1].bounds)
@@ -191,7 +195,7 @@ def key_boxes(call: Call, place: GridIndices, tables: Sequence[Any]) -> list[Key
 
 
 def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scalar]) -> jax.Array:
-    """Return True if all queries of a tile see all keys of a box, and no earlier box of the tile includes these keys.
+    """Return True if all queries of a tile see all keys of a box, and the tile's earlier boxes lack these keys.
 
     Args:
         rows: Functions that read the tile's row of each box table (:meth:`Call.rows_of`).
@@ -278,8 +282,8 @@ def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Calla
 # Masks ---------------------------------------------------------------------------------------------------------------
 #
 # Masks are computed per slab. A slab consists of the queries, or keys, of a tile that have equal coordinates along the
-# first two dimensions. Along these dimensions, keys and window bounds are compared only once per slab, not once per
-# row. So these comparisons cost little.
+# first two dimensions. Along these dimensions, keys are compared with window bounds only once per slab, not once per
+# query or key of the slab. So these comparisons cost little.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,8 +293,8 @@ class QueryMask:
     Attributes:
         call: Plan, array layouts and visited boxes of the call.
         place: Grid indices of the current step.
-        bounds: References to the tables of window bounds: the first key and the end of the keys that each query sees,
-            along all dimensions except the last.
+        bounds: References to the tables of window bounds, one for each dimension except the last. A table contains the
+            first key and the end of the keys that each query sees.
         coordinates: Reference to the coordinates of the keys of each chunk, relative to the box.
         windows: Reference to scratch memory for the window bounds along the last dimension.
     """
@@ -327,7 +331,7 @@ class QueryMask:
         return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
 
     def _seen(self, dim: int, query: int, keys: jax.Array, box: KeyBox, coordinates: jax.Array) -> jax.Array:
-        """Set the last coordinate of keys that a slab does not see along dimension ``dim`` to ``NOWHERE``."""
+        """Return ``coordinates``, with ``NOWHERE`` for keys that the slab does not see along dimension ``dim``."""
         if dim < KERNEL_RANK - self.call.plan.problem.rank:
             return coordinates
         visits = self.call.visits[dim]
@@ -375,7 +379,7 @@ def contract(call: Call, left: jax.Array, right: jax.Array, dims: tuple[int, int
 
 
 def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
-    """Return the scale of a pack's logits: a scalar for all its heads, or a vector along ``axis`` of the logits."""
+    """Return the scale of a pack's logits: a scalar if its heads share one scale, otherwise a vector along ``axis``."""
     if scales.shape == (1,):
         return scales[0]
     head_scales = [scales[pack * call.pack + own] for own in range(call.pack)]
@@ -389,7 +393,7 @@ def matrix(ref: Any) -> jax.Array:
 
 
 def query_rows(call: Call, ref: Any) -> jax.Array:
-    """Read a tile of queries or output cotangents as ``[rows, width]``, with one row per token and head of the pack."""
+    """Read a tile of queries or output cotangents as ``[rows, width]``: each head of the pack has one row per token."""
     return stack_heads(matrix(ref), call.pack)
 
 

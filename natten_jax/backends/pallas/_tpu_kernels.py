@@ -36,8 +36,8 @@ _KEY_TABLES = 2 * KERNEL_RANK
 def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array) -> list[jax.Array]:
     """Compute the output, and per query the maximum logit and the sum of the weights.
 
-    Logits are ``[rows, keys]``, so that products with values need no transpose. While a tile is processed, the
-    statistics of a row are copied to all lanes.
+    Logits are ``[rows, keys]``, so that products with values need no transpose. While a tile is processed, each
+    statistic is an array ``[rows, LANES]``, with the same number in all lanes of a row.
 
     Args:
         call: Plan, array layouts and visited boxes of the call.
@@ -62,7 +62,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             statistics[pack] = rows[2 * pack : 2 * pack + 2, :]
 
     def with_one_chunk(*refs: Any) -> None:
-        """Process a query tile that visits at most one chunk of keys. Compute several packs with the same mask."""
+        """Process a query tile that visits at most one chunk of keys. All packs of the program use the same mask."""
         factor, coordinates, last, q, k, v, out, statistics, windows = refs[_TABLES:]
         place = GridIndices.here()
         mask = QueryMask(call, place, refs[3:5], coordinates, windows)
@@ -197,14 +197,17 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> jax.Array:
     """Compute softmax weights from logits in base 2."""
-    # The forward pass rounds a logit before it subtracts the maximum, so this function must subtract from the rounded
-    # logit as well. `jnp.maximum` does not change the logit. It prevents compilers from fusing the subtraction with the
-    # product that computes the logit, which would skip the rounding.
+    # The forward pass rounds a logit before it subtracts the maximum, so this function must also round the logit before
+    # it subtracts the logsumexp. `jnp.maximum` does not change the logit. Without it, a compiler may fuse the
+    # subtraction with the product that computes the logit, and skip the rounding.
     return jnp.exp2(jnp.minimum((jnp.maximum(logits, HIDDEN) - logsumexp) - remainder, 0))
 
 
 def _query_head(call: Call, place: GridIndices) -> Scalar:
-    """Return the query head or pack of a step whose program owns a key tile, as an index over all batch entries."""
+    """Return the query head or pack that a step processes, if the program owns a key tile.
+
+    The returned index counts the heads or packs of all batch entries.
+    """
     heads, heads_kv = call.queries.heads, call.keys.heads
     if heads == heads_kv:
         return place.head
@@ -213,7 +216,10 @@ def _query_head(call: Call, place: GridIndices) -> Scalar:
 
 
 def _seeing(call: Call, place: GridIndices, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
-    """Return the query tile that a step visits, and True if there is one. Steps after the last tile repeat it."""
+    """Return the query tile of a step, and True if the step visits it.
+
+    A step after the last visited tile returns the last tile, and False.
+    """
     tiles, is_step = [], []
     found = call.seeing(tables, call.group_of(place.group), place.tile)
     for visits, step, (first, count) in zip(call.visits, place.step, found, strict=True):
@@ -225,8 +231,8 @@ def _seeing(call: Call, place: GridIndices, tables: Sequence[Any]) -> tuple[list
 def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Compute the gradients of keys and values. The arguments are those of :func:`query_gradient`.
 
-    Logits are ``[keys, rows]``, so that products with queries and cotangents need no transpose. A program processes the
-    query heads that share its key head one after the other.
+    Logits are ``[keys, rows]``, so that products with queries and cotangents need no transpose. The query heads that
+    share a key head are processed one after the other, by the same program.
     """
     _, key, value, _, _, scale = arrays
     # A program owns a key tile. For each query head that shares the key head, it has one step per query tile.

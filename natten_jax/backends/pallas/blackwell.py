@@ -57,7 +57,7 @@ class BlackwellBackend(Backend):
         return [pair for pair, _ in _ranked(self.family, problem, pass_)]
 
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
-        """Return True if the kernels support a pair of tiles. :meth:`tile_pairs` need not list the pair."""
+        """Return True if the kernels support a pair of tiles, even if :meth:`tile_pairs` does not list the pair."""
         return super().offers(problem, device, pass_, pair) and are_supported(pair, pass_)
 
     def forward(self, plan: Plan, operands: Operands, *, saves: bool = False, earlier: Earlier | None = None) -> Saved:

@@ -39,7 +39,7 @@ _STEP, _CHUNK, _ROW = 220, 50, 1.05
 _PROGRAM, _PER_PACK, _PER_ROW = 300, 10, 0.6
 #: Bundles for padding by XLA, per token of the padded array.
 _PADDED = 0.5
-#: Latency of the matrix products of a chunk, in bundles: with at most 128 rows, and with more rows.
+#: Latency of the matrix products of a chunk, in bundles: for tiles of at most 128 rows, and for tiles of more rows.
 _LATENCY_OF_FEW_ROWS, _LATENCY = 180, 80
 #: Bundles of the softmax of 1024 logits, and bundles of the product of a 128 x 128 matrix with 128 rows.
 _SOFTMAX, _PRODUCT = 2.5, 32.0
@@ -138,7 +138,7 @@ def alignment(problem: Problem) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def recommended(problem: Problem, pass_: Pass) -> list[TilePair]:
-    """Return the pairs of query and key/value tiles with the fewest estimated bundles, the fastest first."""
+    """Return the pairs of query and key/value tiles with the fewest estimated bundles, sorted by this estimate."""
     model, step = _Model(problem), alignment(problem)
     token_bytes = problem.element.bytes * sum(-(-width // LANES) * LANES for width in model.widths)
     most = min(LARGEST_TILE, 2 * _MOST_BYTES // token_bytes) // model.heads
@@ -165,7 +165,7 @@ class _Model:
         leading: Number of packs, or of heads if they are not packed, over all batch entries. A program of the forward
             pass may process several of them. The number is 1 if query heads share key heads, because a program then
             processes one head.
-        widths: Elements per token of one pack (or head), in queries and keys, and in values.
+        widths: Two numbers of elements per token of one pack (or head): first in queries and keys, then in values.
         steps: Box starts and box extents are multiples of these numbers of tokens: :func:`alignment` along the last
             token dimension, 1 along the others.
     """
@@ -247,8 +247,8 @@ class _Model:
 def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Shape]:
     """Yield boxes of at most ``most`` keys, the largest first.
 
-    ``hull`` has the extents of the largest hull of a tile: the box of all keys that its queries see. The hull is
-    divided into equal boxes along the first dimension, then also along the next one.
+    The hull of a tile is the box of all keys that the tile's queries see. ``hull`` contains the largest extent of these
+    hulls along each dimension. It is divided into equal boxes along the first dimension, then also along the next one.
     """
     box = [*hull]
     for dim, step in enumerate(steps):
