@@ -1,4 +1,4 @@
-"""Performance arguments of the operators, passes and tiles.
+"""The performance arguments of the operators, and the types of passes and tiles.
 
 Performance arguments affect speed and memory, but not which function the operators compute. A new argument needs a line
 in :class:`PerformanceArguments`, which users see, and a line in :class:`Performance`, which the package uses.
@@ -38,12 +38,12 @@ def outer_and_inner(pair: TilePair, pass_: Pass) -> TilePair:
 class KernelSchedule(enum.StrEnum):
     """Work distribution of a Hopper kernel. The members are the values of the argument ``kernel_schedule``.
 
-    NATTEN's names are aliases: ``KernelSchedule.WarpSpecializedPingpong`` is ``KernelSchedule.PING_PONG``.
+    NATTEN's names are aliases. For example, ``KernelSchedule.WarpSpecializedPingpong`` is ``KernelSchedule.PING_PONG``.
     """
 
     NON_PERSISTENT = "non"  # one thread block per query tile
-    COOPERATIVE = "coop"  # one thread block per SM, whose warpgroups do not alternate
-    PING_PONG = "pp"  # warpgroups alternate: one computes logits while the other computes exponentials
+    COOPERATIVE = "coop"  # persistent: at most one thread block per SM; warpgroups do not alternate
+    PING_PONG = "pp"  # as COOPERATIVE, but one warpgroup computes logits while the other computes exponentials
     NonPersistent = NON_PERSISTENT
     WarpSpecializedCooperative = COOPERATIVE
     WarpSpecializedPingpong = PING_PONG
@@ -83,10 +83,10 @@ class PerformanceArguments(_CommonArguments, total=False):
         kv_tile_shape: Key/value tile of the forward pass.
         backward_q_tile_shape: Query tile of the backward pass.
         backward_kv_tile_shape: Key/value tile of the backward pass.
-        backward_kv_splits: The product of the values of all token dimensions is the number of thread blocks that share
-            the key/value tiles of a head and dilation group in the backward pass.
-        backward_use_xla_reduction: Let XLA compute the sums of ``out * d_out`` over the features, which the backward
-            pass needs.
+        backward_kv_splits: One number per token dimension. The product of these numbers is the maximum number of thread
+            blocks that share the key/value tiles of a head and dilation group in the backward pass.
+        backward_use_xla_reduction: Let XLA, instead of a kernel, compute the sums of ``out * d_out`` over the features.
+            The backward pass needs these sums.
         backward_deterministic: Make gradients bitwise reproducible. This can slow down two backend families:
             ``hopper``, which otherwise accumulates the query gradient in an arbitrary order, and ``cutlass``, where
             ``backward_kv_splits`` becomes 1.
@@ -131,12 +131,12 @@ class Performance:
     kernel_schedule: str | None = None
 
     def tiles(self, pass_: Pass) -> TilePair | None:
-        """Return the requested tile shapes of a pass, or ``None``."""
+        """Return the requested tile shapes of a pass; ``None`` if no tiles were requested."""
         query, key_value = [getattr(self, name) for name in _TILE_NAMES[pass_]]
         return None if query is None or key_value is None else (query, key_value)
 
     def with_tiles(self, pass_: Pass, pair: TilePair | None) -> Performance:
-        """Return a copy in which the tiles of a pass are replaced."""
+        """Return a copy with ``pair`` as the tiles of a pass. ``None`` removes the tiles."""
         changes: dict[str, Any] = dict(zip(_TILE_NAMES[pass_], (None, None) if pair is None else pair, strict=True))
         return dataclasses.replace(self, **changes)
 
@@ -160,7 +160,7 @@ _TILE_NAMES: dict[Pass, tuple[str, str]] = {
 }
 
 
-#: The field of :class:`Performance` for each performance argument of ``attention``.
+#: Map from each performance argument of ``attention`` to its field of :class:`Performance`.
 ATTENTION_NAMES = {
     field.name.replace("_tile_shape", "_tile_size"): field.name for field in dataclasses.fields(Performance)
 }
@@ -192,7 +192,7 @@ def performance_of(rank: int, *, tile_suffix: str = "shape", **arguments: Unpack
 
 
 def attention_performance(arguments: Mapping[str, Any]) -> Performance:
-    """Check performance arguments that have the names of ``attention``, as :func:`performance_of` does."""
+    """Check performance arguments of ``attention``, and return them in canonical form."""
     return performance_of(1, tile_suffix="size", **{ATTENTION_NAMES[name]: each for name, each in arguments.items()})
 
 

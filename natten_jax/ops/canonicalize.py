@@ -57,8 +57,8 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 def as_jax_array(name: str, array: ArrayLike | None) -> jax.Array:
     """Convert an argument to an array that JAX's functions accept.
 
-    The function converts objects that have ``__jax_array__``. It converts a NumPy array only if JAX's settings do not
-    allow the dtype of the array.
+    An object that has ``__jax_array__`` is converted to an array. A NumPy array becomes a JAX array only if JAX's
+    settings do not allow its dtype. Other valid arrays are returned unchanged.
 
     Raises:
         TypeError: :func:`check_array` rejects the argument.
@@ -78,7 +78,7 @@ _LOGIT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def as_logit_term(name: str, array: ArrayLike | None) -> jax.Array:
-    """Convert a bias or sinks to an array that JAX's functions accept, and check the dtype.
+    """Convert a bias or the argument ``sinks`` to an array that JAX's functions accept, and check its dtype.
 
     Raises:
         ValueError: The dtype is not supported.
@@ -115,7 +115,7 @@ def neighborhood_problem(
         scale: The scale; ``None`` uses ``head_dim ** -0.5``.
         parts: Number of equal shards per token dimension. The arrays contain a single shard, but the returned problem
             has the whole layout. ``None`` if the layout is not sharded.
-        clamp_window: True to replace windows that are larger than the layout by the largest windows that fit.
+        clamp_window: True to reduce windows that are larger than the layout to the largest windows that fit.
         is_box: True if the queries are a box inside the layout of the keys.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
@@ -129,7 +129,7 @@ def neighborhood_problem(
                 f"{name} has token layout {array.shape[1:-2]}, but query has {layout}: "
                 "query, key and value must share one token layout"
             )
-    window.checked(rank)  # raises if kernel_size is missing; `axes` would replace it by the layout
+    window.checked(rank)  # raises if kernel_size is missing; `axes` would use the layout's extents
     tokens = tuple([extent * each for extent, each in zip(layout, parts or (1,) * rank, strict=True)])
     axes = (window.clamped(tokens) if clamp_window else window).axes(tokens, tokens)
     return _problem("fna", axes, query, key, value, scale, _check_additional_kv(inputs))
@@ -138,7 +138,7 @@ def neighborhood_problem(
 def attention_problem(
     query: Shaped, key: Shaped, value: Shaped, scale: float | None, is_causal: Bools, *, is_box: bool = False
 ) -> Problem:
-    """Check the arguments of ``attention`` and describe the problem; ``is_box`` as in :func:`neighborhood_problem`."""
+    """Check the arguments of ``attention`` and describe the problem, as :func:`neighborhood_problem` does."""
     _check_arrays(query, key, value, 4, "attention")
     if key.shape[1] != value.shape[1]:
         raise ValueError(
@@ -282,10 +282,10 @@ def with_biases(
         problem: The problem without biases.
         inputs: The arrays without biases and sinks.
         terms: The biases and sinks to add.
-        grid: The query grid, if it is finer than the key grid and its queries are folded into heads. ``None`` if both
-            grids are equal.
+        grid: The query grid, if it is finer than the key grid and its queries are folded into heads. ``None`` if the
+            query grid equals the key grid.
         kernel_size: Window extents that the caller passed. They determine the shape of the relative bias, and differ
-            from the problem's window extents if windows are clamped. ``None`` uses the problem's.
+            from the problem's window extents if windows are clamped. ``None`` uses the problem's window extents.
 
     Raises:
         ValueError: A shape or an element type is wrong.
@@ -318,7 +318,7 @@ def checked_table(problem: Problem, relative_bias: ArrayLike, kernel_size: Seque
     Args:
         problem: The problem.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``.
-        kernel_size: Window extents that the caller passed; ``None`` uses the problem's.
+        kernel_size: Window extents that the caller passed. ``None`` uses the problem's window extents.
 
     Returns:
         ``[heads, 2 * problem.kernel_size - 1, ...]``.
@@ -378,8 +378,9 @@ def in_passes(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, jax.
 
     - The call consists of several requests.
     - The request has token axes.
-    - The arrays are 8-bit. Their output is scaled after the pass.
-    - JAX differentiates a plain JAX backend (:func:`natten_jax.execution.custom_vjp.plain_backend`).
+    - The arrays are 8-bit. With ``fp8``, the logsumexp is corrected after the pass, before the sinks are added.
+    - One plain JAX backend runs the pass on all platforms, so that JAX can differentiate the pass
+      (:func:`natten_jax.execution.custom_vjp.plain_backend`).
     """
     (request, *others), sinks = requests, inputs.sinks
     is_after = others or request.token_axes or request.problem.element.is_float8
@@ -389,7 +390,7 @@ def in_passes(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, jax.
 
 
 def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
-    """Return an output and a logsumexp whose softmax denominator includes the sinks; ``None`` changes nothing."""
+    """Add sinks to the softmax denominator of an output and its logsumexp. Without sinks, return both unchanged."""
     if sinks is None:
         return output
     sinks = jnp.expand_dims(sinks, range(output.logsumexp.ndim - 1))
@@ -400,7 +401,7 @@ def with_sinks(output: Output, sinks: jax.Array | None) -> Output:
 def _with_sinks(output: Output, sinks: jax.Array) -> Any:
     accumulator = ELEMENT_TYPES[output.out.dtype.name].accumulator
     sinks = with_hidden_keys(in_accumulator(sinks, accumulator))
-    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # NaN: an infinite sink has the weight exp(inf - inf)
+    sinks = jnp.where(sinks == jnp.inf, sinks - jnp.inf, sinks)  # NaN, because exp(inf - inf) is NaN
     # If all keys of a query are masked out, the logsumexp is -inf. It is replaced because its derivatives would be NaN.
     is_empty = jnp.isneginf(output.logsumexp)
     keys = jnp.where(is_empty, 0, output.logsumexp)
@@ -411,7 +412,7 @@ def _with_sinks(output: Output, sinks: jax.Array) -> Any:
 
 
 class BoxArguments(NamedTuple):
-    """Arguments about the positions of queries and keys. Only ``attention`` has the two arguments for lengths."""
+    """Arguments about the positions of queries and keys. Only ``attention`` has the two ``*_lengths`` arguments."""
 
     query_origin: Origin | None = None
     extents: Counts | None = None
@@ -422,7 +423,7 @@ class BoxArguments(NamedTuple):
 
     @property
     def has_extents(self) -> bool:
-        """True if some tokens may be padding."""
+        """True if some tokens can be padding."""
         return self.extents is not None or self.query_lengths is not None or self.kv_lengths is not None
 
 
@@ -444,7 +445,7 @@ class TokenOffsets(NamedTuple):
         return jnp.where(split_like(inside, query), query, 0)
 
     def with_nothing_outside(self, output: Output) -> Output:
-        """In the padding, set the output to zero and the logsumexp to ``-inf``."""
+        """Set the output of padding tokens to zero, and their logsumexp to ``-inf``."""
         assert self.layouts is not None
         inside = is_real(self.layouts, output.out.shape[1:-2], for_queries=True)[..., None]
         return Output(
@@ -454,7 +455,7 @@ class TokenOffsets(NamedTuple):
 
 
 def token_offsets(inputs: Inputs, box: BoxArguments) -> TokenOffsets:
-    """Check the arguments of a call about origins and extents, and convert them to arrays for the passes.
+    """Check a call's origins and extents, and convert them to arrays for the passes.
 
     Raises:
         ValueError: A number is out of range, or an argument has a wrong shape.
@@ -474,8 +475,8 @@ def token_offsets(inputs: Inputs, box: BoxArguments) -> TokenOffsets:
     origin, query_counts, key_counts = (
         None if each is None else replicated(each) for each in (origin, query_counts, key_counts)
     )
-    # If a mesh shards the axis that jax.vmap maps, JAX cannot stack mapped arrays with unmapped arrays. The arrays are
-    # therefore padded and added instead.
+    # If a mesh shards the axis that jax.vmap maps, JAX cannot stack mapped arrays with unmapped arrays. Therefore each
+    # array is padded to the shape of the result, and the padded arrays are added.
     missing = KERNEL_RANK - len(layout)
     if query_counts is None and key_counts is None and (origin is None or origin.ndim == 1):
         return TokenOffsets(None if origin is None else jnp.pad(origin[None], ((0, 1), (missing, 0))))
@@ -525,7 +526,7 @@ class UpsampledGrid(NamedTuple):
 
         Args:
             inputs: The inputs.
-            is_box: True if the queries are a box inside the finer grid.
+            is_box: True if the query array can be smaller than the query grid.
 
         Raises:
             ValueError: The layout of the queries does not match ``upsample``, or the query heads are not a multiple of
@@ -564,7 +565,7 @@ class UpsampledGrid(NamedTuple):
         return Output(self._unfolded(output.out), self._unfolded(output.logsumexp[..., None])[..., 0])
 
     def scales(self, scale: jax.Array) -> jax.Array:
-        """Repeat an array ``[batch, heads, ...]`` along heads, once per query of a cell, in the order of ``folded``."""
+        """Repeat each head of an array ``[batch, heads, ...]`` per query of a cell, in the head order of ``folded``."""
         batch, heads, *others = scale.shape
         repeated = jnp.broadcast_to(jnp.expand_dims(scale, 2), (batch, heads, self.queries, *others))
         sources = [0, 1, *range(3, repeated.ndim)]

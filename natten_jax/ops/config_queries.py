@@ -1,13 +1,14 @@
 """Configuration queries: functions that list the tile shapes a backend offers for an attention call.
 
 - :func:`configs` returns keyword arguments for an operator.
-- ``get_[bwd_]configs_for_<family>_<fna|fmha>`` returns tiles. These functions have NATTEN's names. There is one
-  function per pass and operator of every registered backend. It returns an empty list if the backend cannot run the
+- ``get_[bwd_]configs_for_<family>_<fna|fmha>`` returns tiles. These functions have NATTEN's names. Every registered
+  backend has one such function per pass and operator. The function returns an empty list if its backend cannot run the
   arrays.
 
-All functions take the array ``query``, or ``query``, ``key`` and ``value``, in the operator's layout. Each argument is
-an array or a ``jax.ShapeDtypeStruct``. For neighborhood attention, the functions also take the window arguments,
-because the recommended configuration depends on the window. The recommended configuration is the first one in the list.
+All functions, including :func:`configs`, take ``query``, or ``query``, ``key`` and ``value``, in the operator's layout.
+Each of these arguments is an array or a ``jax.ShapeDtypeStruct``. For neighborhood attention, the functions also take
+the window arguments, because the recommended configuration depends on the window. The recommended configuration is the
+first one in the list.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def configs(
         pass_: ``"forward"`` or ``"backward"``.
         compute_capability: Compute capability of a GPU, such as ``"9.0"``, ``(9, 0)`` or ``9.0``. The configurations
             are for this GPU. ``None`` uses the default device.
-        edges: Boundary mode of windows that extend beyond an end of the layout, as in the operator.
+        edges: Boundary mode of windows that extend beyond an end of the layout, as in :func:`natten_jax.na2d`.
 
     Returns:
         A list of dictionaries. Each one contains the tiles of the pass, ``kernel_schedule`` if the backend has
@@ -106,7 +107,7 @@ def configs(
 
 
 def _offered(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> list[tuple[Any, Any]]:
-    """Return all combinations of a tile pair and a schedule; an empty list if the backend rejects the problem."""
+    """Return all combinations of a tile pair and a schedule, or an empty list if the backend rejects the problem."""
     if backend.rejection(problem, device, pass_) is not None:
         return []
     pairs: Iterable[Any] = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)
@@ -117,7 +118,7 @@ def _offered(backend: Backend, problem: Problem, device: Device, pass_: Pass) ->
 
 
 def target_device(compute_capability: CapabilityLike | None) -> Device:
-    """Return a GPU of the given compute capability, or this process's default device for ``None``.
+    """Return a GPU of the given compute capability. For ``None``, return this process's default device.
 
     Raises:
         NoDeviceError: ``compute_capability`` is ``None``, and JAX finds no device.

@@ -36,11 +36,12 @@ class Quantized(NamedTuple):
     """An array of 8-bit floats, with the scale and the mean that approximately restore the original array.
 
     Attributes:
-        array: 8-bit array with the shape of the original array. If ``rotate`` was set, the elements are rotated.
-        scale: float32. The factors that ``array`` is multiplied by to restore its elements. Pass them to the operators
-            as ``query_scale``, ``key_scale`` or ``value_scale``; factors per block are not allowed as ``query_scale``.
+        array: 8-bit array with the shape of the original array. If ``rotate`` was set, the tokens are rotated.
+        scale: float32. ``array`` multiplied by these factors approximates the array before its conversion to 8 bits.
+            Pass them to the operators as ``query_scale``, ``key_scale`` or ``value_scale``. Factors per block are not
+            allowed as ``query_scale``.
         mean: float32 ``[batch, heads, head_dim]``. The mean over the tokens, which was subtracted from every token
-            before the rotation. ``None`` without ``subtract_mean``.
+            before the rotation. ``None`` if ``subtract_mean`` was not set.
     """
 
     array: jax.Array
@@ -89,7 +90,8 @@ def quantize(
 
     Returns:
         The array, its scale ``[]``, ``[batch, heads]`` or ``[batch, *blocks, heads]``, and the mean. If all elements
-        that share a scale are zero, the scale is 1. If one element is infinite or NaN, all of them dequantize to NaN.
+        that share a scale are zero, the scale is 1. If an element is infinite or NaN, all elements that share its scale
+        dequantize to NaN.
 
     Raises:
         ValueError: A value, shape or element type breaks a rule above.
@@ -197,7 +199,7 @@ def factors_per_token(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
         factors: The scales per block.
         shape: The shape of the array that was quantized.
     """
-    factors = replicated(factors)  # the boundaries of shards and of blocks can differ
+    factors = replicated(factors)  # block boundaries can differ from shard boundaries
     for axis, extent in enumerate(shape[1:-2], start=1):
         token = np.arange(extent) // math.ceil(extent / factors.shape[axis])
         factors = jnp.take(factors, token, axis=axis)
@@ -225,7 +227,7 @@ OUTPUT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Float8Arguments(NamedTuple):
-    """The arguments of the operators about 8-bit arrays.
+    """The operators' arguments for 8-bit arrays.
 
     Attributes:
         query_scale: Factors that the query is multiplied by: a number, or an array with the shape ``[]``,
@@ -234,7 +236,7 @@ class Float8Arguments(NamedTuple):
             ``[batch, heads_kv]`` or ``[batch, *blocks, heads_kv]``.
         value_scale: Factors that the value is multiplied by, with the shapes of ``key_scale``.
         out_dtype: Element type of the output.
-        fp8: 8-bit type to which the call quantizes query, key and value of a wider type.
+        fp8: 8-bit type to which the call quantizes 16-bit or 32-bit queries, keys and values.
     """
 
     query_scale: Factor | None = None
@@ -258,7 +260,7 @@ class _Factors(NamedTuple):
 def float8_operands(
     problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: TokenOffsets, grid: UpsampledGrid | None = None
 ) -> tuple[Problem, Inputs, Callable[[Output], Output] | None]:
-    """Return the problem and the arrays to pass to the backends, and a function to apply to the output of a backend.
+    """Return the problem and the arrays for the backends, and a function that must be applied to a backend's output.
 
     The function is ``None`` if the arrays are not 8-bit and the call does not quantize them.
 
@@ -270,7 +272,8 @@ def float8_operands(
         inputs: The arrays.
         arguments: The 8-bit arguments of the call.
         place: Offsets of the queries, and extents without padding.
-        grid: The grid of the queries if ``upsample`` was given: the queries are folded into heads. Otherwise ``None``.
+        grid: The query grid if ``upsample`` was given. The queries are then already folded into heads. Otherwise
+            ``None``.
 
     Raises:
         ValueError: A shape, value or element type is wrong, or an argument does not apply to arrays of this type.
@@ -327,7 +330,7 @@ def _quantized(
         each query.
 
     Raises:
-        ValueError: The arrays are already 8-bit, their dtype is not supported, or scales were given.
+        ValueError: The arrays are already 8-bit, their dtype is not supported, or the caller passed scales.
     """
     dtype = float8_name("fp8", str(arguments.fp8))
     if problem.dtype not in OUTPUT_DTYPES:
@@ -377,8 +380,8 @@ def _factors(
 ) -> jax.Array | None:
     """Check the scales of an array, and return them as a float32 array.
 
-    The shape of the result is in ``shapes``, or the result has a scale per block of ``layout``. A number is broadcast
-    to the last shape in ``shapes``.
+    The result has one of the shapes in ``shapes``, or has one scale per block of ``layout``. A number is broadcast to
+    the last shape in ``shapes``.
     """
     argument = array_of(argument)
     if argument is None:
@@ -475,7 +478,7 @@ def straight_through(call: Call, operands: Any, arguments: Float8Arguments, retu
     def backward(arrays: dict[int, Any], cotangents: Any) -> Any:
         floats = {i: array for i, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
         outputs, transpose = jax.vjp(lambda floats: run({**arrays, **floats}, NOTHING), floats)
-        # With explicit mesh axes, the outputs of this unquantized call can have another sharding than the cotangents.
+        # With explicit mesh axes, these unquantized outputs and the cotangents can have different shardings.
         (gradients,) = transpose(jax.tree.map(split_like, cotangents, outputs))
         return ({i: gradients.get(i) for i in arrays},)
 

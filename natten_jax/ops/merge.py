@@ -43,7 +43,7 @@ def merge_attentions(
 
     Returns:
         The merged output in the first output's dtype, and its logsumexp. If all logsumexps of a query are ``-inf``,
-        because it sees no key in any set, the query gets an output of 0 and a logsumexp of ``-inf``.
+        because the query attends to no key of any set, its output is 0 and its logsumexp is ``-inf``.
 
     Raises:
         ValueError: There are fewer than two outputs, the shapes do not match, or an element type is not a supported
@@ -98,8 +98,8 @@ def _kind(argument: Any) -> str:
 @jax.jit
 def _merge(outputs: tuple[jax.Array, ...], lse_tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     accumulator = ELEMENT_TYPES[outputs[0].dtype.name].accumulator
-    # Concatenate instead of jnp.stack, which fails for a mix of mapped and unmapped arrays if a mesh shards the axis
-    # that jax.vmap maps.
+    # Do not use jnp.stack: if a mesh shards the axis that jax.vmap maps, jnp.stack fails for a mix of mapped and
+    # unmapped arrays.
     lses = jnp.concatenate([lse.astype(accumulator)[None] for lse in lse_tensors])
     highest = jax.lax.stop_gradient(jnp.max(lses, axis=0))
     highest = jnp.where(jnp.isneginf(highest), 0.0, highest)

@@ -171,8 +171,8 @@ def na2d(
         (1, 8, 12, 4, 16)
 
     Args:
-        query: ``[batch, height, width, heads, head_dim]``. float16, bfloat16, float32 or float64. Also float8_e4m3fn
-            or float8_e5m2, which have no gradients.
+        query: ``[batch, height, width, heads, head_dim]``. float16, bfloat16, float32, float64, or one of the
+            8-bit types float8_e4m3fn and float8_e5m2, which have no gradients.
         key: ``[batch, height, width, heads_kv, head_dim]``; ``heads`` is a multiple of ``heads_kv`` (GQA, MQA).
         value: ``[batch, height, width, heads_kv, head_dim_v]``.
         kernel_size: Tokens in a window, per dimension. -1 is the extent of the layout or, with dilation, the largest
@@ -190,27 +190,29 @@ def na2d(
             queries can be smaller than the layout of the keys. An int per token dimension, or an int32 array ``[rank]``
             or ``[batch, rank]``. With a traced array, one compiled program serves all origins. Traced values are
             clamped into range as by :func:`jax.lax.dynamic_slice`; concrete values must be in range.
-        extents: int32 ``[batch, rank]``. Number of valid tokens in each dimension of the layout. The tokens after them
-            are padding. Traced values are clamped into range; concrete values must be in range. If a window does not
-            fit the extents of a batch entry, it is reduced to the largest window that fits. Padding gets an output of
-            0, a logsumexp of ``-inf`` and gradients of 0, whatever its elements contain.
+        extents: int32 ``[batch, rank]``. Number of valid tokens of each batch entry in each dimension of the layout.
+            The tokens after the valid ones are padding. Traced values are clamped into range; concrete values must be
+            in range. If a window does not fit the extents of a batch entry, it is reduced to the largest window that
+            fits. Padding tokens get an output of 0, a logsumexp of ``-inf`` and gradients of 0, regardless of their
+            values.
         upsample: Number of queries per key along each token dimension. The extents of the queries are ``upsample``
             times the extents of the keys. Query ``i`` has the window of key ``i // upsample``.
         scale: Factor of the logits: a number, or an array with the shape ``[]`` or ``[heads]``. ``None`` is
             ``head_dim ** -0.5``. A number must be finite, and its product with ``log2(e)`` must be finite in float32.
-            For float64 inputs, only the number itself must be finite. An array can be learned. Kernels read it
-            in float32 (in float64 for float64 inputs). Traced values give NaN if they would be invalid as numbers. A
-            concrete array without dimensions is treated as a number.
+            For float64 inputs, only the number itself must be finite. An array can be a learned parameter, because the
+            operator has gradients with respect to it. Kernels read the array in float32 (in float64 for float64
+            inputs). The rules for a number also apply to each element of an array. If a traced element breaks a
+            rule, the result is NaN. A concrete array without dimensions is treated as a number.
         relative_bias: ``[heads, 2 * kernel_size - 1, ...]``, in a floating point dtype. The head dimension is followed
             by one dimension per token dimension. The bias of a logit depends on the offset of the key from the query,
-            in steps of ``dilation`` tokens: the bias with the index ``offset + kernel_size - 1`` in each dimension is
-            added to the scaled logit. Logits of additional keys do not get a bias.
+            in steps of ``dilation`` tokens. In each dimension, the index of the bias is ``offset + kernel_size - 1``.
+            The bias is added to the scaled logit. Logits of additional keys do not get a bias.
         key_bias: ``[batch, height, width]`` or ``[batch, heads, height, width]``, in a floating point dtype. The bias
             of a key is added to all scaled logits of the key. A bias of ``0.5 * finfo(dtype).min`` or less, such as
-            ``-inf``, masks the key out. A bool array masks out the keys at ``False``. A query whose keys are all masked
-            out gets an output of 0, a logsumexp of ``-inf`` and gradients of 0.
+            ``-inf``, masks the key out. A bool array masks out each key whose element is ``False``. A query whose keys
+            are all masked out gets an output of 0, a logsumexp of ``-inf`` and gradients of 0.
         sinks: ``[heads]``, in a floating point dtype. One extra logit per query head. Its exponential is added only to
-            the softmax denominator: there is no value for it.
+            the softmax denominator, because a sink has no value.
         additional_keys: ``[batch, n, heads_kv, head_dim]``. Keys that every query attends to, in addition to the keys
             in its window.
         additional_values: ``[batch, n, heads_kv, head_dim_v]``. Values of the additional keys.
@@ -224,26 +226,27 @@ def na2d(
         value_scale: Factors that an 8-bit value is multiplied by, with the shapes of ``key_scale``.
         out_dtype: Element type of the output of 8-bit arrays: ``"bfloat16"`` (the default), ``"float16"`` or
             ``"float32"``.
-        fp8: ``"e4m3"`` or ``"e5m2"``. 8-bit type to which the call quantizes query, key and value of a wider type.
+        fp8: ``"e4m3"`` or ``"e5m2"``. 8-bit type to which the call quantizes 16-bit or 32-bit queries, keys and values.
             Gradients are computed without quantization.
         token_axes: Manual mesh axes that shard the token dimensions; only inside ``jax.shard_map``. One entry per token
             dimension: an axis, a sequence of axes (slowest first), or ``None`` if the dimension is not sharded. Devices
             exchange halos of keys and values, so that the result equals attention over the whole layout.
-        backend: ``"cpu-fna"``, ``"flex-fna"``, ... or ``None`` for the best backend that can run the problem.
+        backend: Name of a backend, such as ``"cpu-fna"`` or ``"flex-fna"``. ``None`` selects the best backend that can
+            run the problem.
         attention_kwargs: Performance arguments for :func:`attention`, which this operator calls for windows as large as
             the layout, and for additional keys that are not fused. The arguments are checked even if the operator does
             not call :func:`attention`.
         try_fuse_additional_kv: If True, process additional keys in the kernel that processes the windows, if the
-            backend supports this. If False, process them in a second attention call, and merge both results. ``None``
-            means False if ``attention_kwargs`` has options for the second call. Otherwise ``None`` means True, because
-            a single kernel was faster on every backend (``bench/``).
+            backend supports this. If False, process them in a second attention call, and merge the results of the two
+            calls. ``None`` means False if ``attention_kwargs`` has options for the second call. Otherwise ``None``
+            means True, because one kernel was faster than two calls on every backend (``bench/``).
         **performance: Tiles, schedules, memory and determinism, as in
             :class:`natten_jax.performance.PerformanceArguments`.
 
     Returns:
         Output ``[batch, height, width, heads, head_dim_v]`` in the query's dtype (``out_dtype`` for 8-bit queries).
-        With ``return_lse`` also the logsumexp ``[batch, height, width, heads]`` of the scaled logits and the sinks: the
-        natural logarithm, in float32 (float64 for float64 inputs).
+        With ``return_lse``, also the logsumexp ``[batch, height, width, heads]`` of the scaled and biased logits and
+        the sinks. It is a natural logarithm, in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: A value, shape or dtype breaks a rule above, or no backend can run the problem.

@@ -72,8 +72,8 @@ def neighborhood_weights(
     Returns:
         ``[batch, *layout, heads, prod(kernel_size)]``. Weights have the query's dtype. Logits are float32 (float64 for
         float64 inputs). The last axis contains the keys of a window in row-major order. In causal dimensions, and with
-        ``edges="cut"``, some windows have fewer keys. Their remaining entries have a weight of 0 and a logit of
-        ``-inf``.
+        ``edges="cut"``, some windows have fewer than ``prod(kernel_size)`` keys. The remaining entries of such a window
+        have a weight of 0 and a logit of ``-inf``.
 
     Raises:
         ValueError: A value, shape or dtype breaks a rule.
@@ -143,7 +143,7 @@ def neighborhood_apply(
 
     Args:
         weights: ``[batch, *layout, heads, prod(kernel_size)]``, in a floating point dtype. They need not sum to 1. If a
-            window has fewer than ``prod(kernel_size)`` keys, the remaining entries are ignored.
+            window has fewer than ``prod(kernel_size)`` keys, the remaining weights are ignored.
         value: ``[batch, *layout, heads_kv, head_dim_v]``; ``heads`` is a multiple of ``heads_kv``.
         kernel_size: Tokens in a window, per dimension. Each window argument is a single value for all dimensions, or a
             value per dimension.
@@ -201,7 +201,8 @@ class _WindowEntries(NamedTuple):
     """The ``n``-th entry of every query's window, for one ``n``.
 
     An entry contains a key, or is empty because the window has fewer than ``prod(kernel_size)`` keys. Each attribute
-    has one array per token dimension, with an element for each coordinate of a query.
+    has one array per token dimension. Element ``i`` of the array belongs to the queries with the coordinate ``i`` in
+    this dimension.
 
     Attributes:
         keys: int32 ``[extent]``. Coordinate of the key, or of the window's first key if the entry is empty.
@@ -214,7 +215,7 @@ class _WindowEntries(NamedTuple):
     offsets: tuple[jax.Array, ...]
 
     def bias(self, table: jax.Array) -> jax.Array:
-        """Gather the biases of the keys from a table ``[heads, 2 * kernel_size - 1, ...]``: ``[1, *layout, heads]``."""
+        """Gather the keys' biases ``[1, *layout, heads]`` from a table ``[heads, 2 * kernel_size - 1, ...]``."""
         return jnp.moveaxis(table[(slice(None), *jnp.ix_(*self.offsets))], 0, -1)[None]
 
     def take(self, array: jax.Array) -> jax.Array:
@@ -230,7 +231,7 @@ class _WindowEntries(NamedTuple):
 
 
 def _window_entries(axes: Sequence[Axis]) -> _WindowEntries:
-    """Stack all window entries along a new first axis of the arrays, in row-major order."""
+    """Return all window entries, stacked along the first axis of each array in row-major order."""
     keys, exist, offsets = zip(*map(_keys_of_windows, axes), strict=True)
     numbers = np.indices([axis.kernel_size for axis in axes]).reshape(len(axes), -1)
 

@@ -1,4 +1,4 @@
-"""Split an operator call into one or two attention calls: over windows, the whole layout, or additional keys."""
+"""Split an operator call into one or two attention calls, over windows, the whole layout, or additional keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others:
         others: Performance arguments of ``attention`` that ``attention_kwargs`` overrides.
 
     Raises:
-        ValueError: A value is not allowed in ``attention``. Values that this call does not use are also checked.
+        ValueError: ``attention`` does not allow a value. Values that this call does not use are also checked.
         TypeError: ``attention_kwargs`` is not a mapping, has an unknown key, or has a value of the wrong type.
     """
     if attention_kwargs is None:
@@ -90,7 +90,7 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
             f"attention_kwargs: scale={shown(own)} contradicts the call's scale, {call_scale}: all keys of a query "
             "have one scale, which the operator is given"
         )
-    # Attention to additional tokens is never causal, because every query sees all of them.
+    # Attention to additional tokens is never causal, because every query attends to all of them.
     is_causal = problem.is_attention and any(problem.is_causal)
     for name, value in (("is_causal", is_causal), ("return_lse", return_lse)):
         if name in attention_kwargs and bool(attention_kwargs[name]) != value:
@@ -101,7 +101,7 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
 
 
 def _is_same(own: Any, scale: Any) -> bool:
-    """Return True if two scales are the same object, or are not traced and have equal values."""
+    """Return True if two scales are the same object, or if neither of them is traced and their values are equal."""
     if own is scale:
         return True
     scales = array_of(own), array_of(scale)
@@ -115,8 +115,8 @@ class KeySubset(enum.Enum):
     """The set of keys that a sub-call attends to."""
 
     WINDOWS = "windows"  # keys in the windows, and additional keys if they are fused
-    WHOLE_LAYOUT = "whole layout"  # all keys and all additional keys, flattened
-    ADDITIONAL = "additional"  # only the additional keys, for flattened queries
+    WHOLE_LAYOUT = "whole layout"  # all keys and all additional keys, in one token dimension
+    ADDITIONAL = "additional"  # only the additional keys, with queries in one token dimension
 
 
 class SubCall(NamedTuple):
@@ -153,7 +153,7 @@ def split_call(
     counterpart = backends.counterpart(request.backend)
     if attention_kwargs is None and not problem.additional_kv and not problem.is_attention:
         return (SubCall(KeySubset.WINDOWS, request),)
-    # If the call becomes attention over the whole layout, the call's performance arguments apply to this attention.
+    # If the operator call becomes attention over the whole layout, ``attention`` inherits the performance arguments.
     inherited = request.performance.flattened() if problem.is_attention else {}
     own = checked_attention_kwargs(attention_kwargs, inherited)
     is_given = bool(own)
@@ -173,7 +173,7 @@ def split_call(
 def sub_call_operands(call: SubCall, inputs: Inputs, place: TokenOffsets) -> tuple[Request, Operands]:
     """Return the request and the operands of a sub-call.
 
-    If the sub-call flattens the tokens, the returned request omits the token axes.
+    If the sub-call flattens the token dimensions, the returned request has no ``token_axes``.
 
     Args:
         call: The sub-call.
@@ -193,7 +193,7 @@ def sub_call_operands(call: SubCall, inputs: Inputs, place: TokenOffsets) -> tup
     flat = _with_one_token_dimension(inputs)
     is_additional = call.kind is KeySubset.ADDITIONAL
     tokens = _only_additional_keys(flat, inputs) if is_additional else _with_additional_keys(flat, inputs)
-    # With token axes, this device has only a shard of the queries, so that the operands need the shard's origin.
+    # With token axes, this device has only a shard of the queries, so the operands need the shard's origin.
     origins = exchange.flat_origins(inputs.query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(call.request, token_axes=())
     operands = Operands(tokens, origins)

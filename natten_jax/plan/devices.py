@@ -66,7 +66,7 @@ def compute_capability_of(argument: Any) -> ComputeCapability:
     """
     rule = 'compute_capability must be None or the major and minor number, as in "9.0" or (9, 0)'
     parts: Any = hashable(argument)
-    if isinstance(argument, (str, float, np.floating)):  # of a float, the shortest text with this value
+    if isinstance(argument, (str, float, np.floating)):  # str of a float is the shortest text that parses to the float
         parts = tuple(map(int, str(argument).split("."))) if re.fullmatch(r"[1-9][0-9]?\.[0-9]", str(argument)) else ()
     numbers = [python_int(each) for each in parts] if isinstance(parts, tuple) else [None]
     if None in numbers:
@@ -91,7 +91,7 @@ def _started(platform: str | None) -> list[jax.Device]:
     """Return the devices of a platform in this process. ``None`` means JAX's default platform."""
     try:
         return jax.local_devices(backend=platform)
-    except (RuntimeError, AssertionError) as error:  # AssertionError, without a message, if no GPU is visible
+    except (RuntimeError, AssertionError) as error:  # AssertionError, with an empty message, if no GPU is visible
         told = getattr(jax.config, "jax_platforms", None)
         platforms = f"JAX_PLATFORMS={told}" if told else "its platforms"
         said = " ".join(str(error).split()) or f"it finds no device of {platforms} on this machine"
@@ -139,7 +139,7 @@ def lowering_target(platform: str) -> Device:
     try:
         return _cuda_device() if platform == "cuda" else Device(platform)
     except NoDeviceError:
-        return Device(platform)  # not cached: JAX may be configured for another platform later
+        return Device(platform)  # not cached: JAX can be configured for another platform later
 
 
 @functools.cache
@@ -153,7 +153,8 @@ def _cuda_device() -> Device:
 def local_devices() -> tuple[Device, ...]:
     """Return the kinds of devices that this process can run programs on, the default device first.
 
-    If JAX finds no device, return the CPU: programs can still be traced, and lowered for devices of other machines.
+    If JAX finds no device, return the CPU, because programs can still be traced, and lowered for devices of other
+    machines.
     """
     try:
         found = default_device(), _device_for_platform(jax.default_backend())

@@ -28,7 +28,7 @@ from natten_jax.windows import Axis
 
 
 class ConfigurationTable(Protocol):
-    """Interface of :class:`natten_jax.autotuning.tables.TunedTable`, whose module imports this module."""
+    """Interface of :class:`natten_jax.autotuning.tables.TunedTable`, whose import here would be circular."""
 
     @property
     def device(self) -> str:
@@ -51,7 +51,7 @@ class Request:
             sharded.
         parts: For each token dimension, the number of shards. A device computes one shard, whose position in the layout
             differs per device. Empty if no token dimension is sharded.
-        tuned: Table of tuned configurations that is active at the call. ``None`` means the package's table.
+        tuned: Table of tuned configurations that is active at the call. ``None`` uses the package's own table.
     """
 
     problem: Problem
@@ -95,15 +95,16 @@ class Plan:
     """The choice of backend, tiles and schedule for a pass of a problem.
 
     Attributes:
-        problem: The problem that the kernels compute, for example with padded heads
-            (:meth:`natten_jax.backends.base.Backend.widened`).
+        problem: The problem that the kernels compute. It can differ from the problem of the call, for example if heads
+            are padded (:meth:`natten_jax.backends.base.Backend.widened`).
         pass_: The pass.
         backend: Backend of the pass.
         platform: Platform of the devices, as in :class:`natten_jax.plan.devices.Device`.
         performance: Performance arguments, including the chosen tiles. If the backend has schedules, they also include
             the chosen schedule.
         precision: Precision of matrix products: ``jax.default_matmul_precision`` at the call. All passes of the call
-            use this precision, even if they are traced under another setting, because their logits must be equal.
+            use this precision, even if they are traced under another setting, because all passes must compute equal
+            logits.
         kernels: Name of the kernels that the tiles select, if the backend has several kinds of kernels. ``None`` for
             the default kernels (:meth:`natten_jax.backends.base.Backend.kernels`).
     """
@@ -201,8 +202,8 @@ def annotate_with_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
 
     Args:
         plan: The plan of the pass.
-        on_all: Attach the plan to every operation. Set this if no operation of the pass is traced in
-            :func:`carrying_plan`.
+        on_all: Attach the plan to every operation. Set this if no operation of the pass is traced in a ``with``
+            block of :func:`carrying_plan`.
     """
     payload = plan.payload()
     token = _payload.set(payload)
@@ -214,6 +215,6 @@ def annotate_with_plan(plan: Plan, *, on_all: bool = False) -> Iterator[None]:
 
 
 def carrying_plan() -> contextlib.AbstractContextManager[None]:
-    """Attach the current pass's plan to the operation in the ``with`` block, which XLA must not remove."""
+    """Attach the current pass's plan to the operation in the ``with`` block. XLA must not remove this operation."""
     payload = _payload.get()
     return contextlib.nullcontext() if payload is None else set_xla_metadata(**{PLAN_ATTRIBUTE: payload})
