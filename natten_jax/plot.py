@@ -1,6 +1,6 @@
-"""Plots of windows with Matplotlib, which the extra ``plot`` installs.
+"""Plots of attention windows with Matplotlib, which the extra ``plot`` installs.
 
-:func:`window_mask` does not need Matplotlib. The masks come from the window arithmetic that the operators use
+:func:`window_mask` does not need Matplotlib. Masks and plots use the same window arithmetic as the operators
 (:mod:`natten_jax.windows`).
 """
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_window", "plot_windows", "window_mask"]
 
-#: Colors for light and dark pages: tokens that the query does not see are translucent, and the gaps between cells are
-#: transparent.
+#: The colors suit light and dark pages, because tokens that the query does not see are translucent and the gaps between
+#: cells are transparent.
 _UNSEEN, _SEEN = "#8f9aa63d", "#7fb2d9"
 _QUERY, _SHARED = "#e08a2c", "#1f5f99"
 _CELL = 0.94  # side of a cell, relative to the distance between cell centers
@@ -210,7 +210,10 @@ def axis_mask(axis: Axis) -> np.ndarray:
 
 
 def _slices(cells: np.ndarray) -> np.ndarray:
-    """Arrange cells in rows and columns. The slices of a video are side by side, with a column of False in between."""
+    """Arrange the cells of a layout in a 2-D array.
+
+    The slices of a video are side by side, and a column of False separates neighboring slices.
+    """
     cells = cells.reshape((1,) * (3 - cells.ndim) + cells.shape)
     with_gaps = np.pad(cells, [(0, 0), (0, 0), (0, 1)])
     return with_gaps.swapaxes(0, 1).reshape(cells.shape[1], -1)[:, :-1]

@@ -35,22 +35,24 @@ class Problem:
 
     Attributes:
         operator: ``"fna"`` (neighborhood attention) or ``"fmha"`` (attention).
-        batch: Batch size of the arrays. If it is symbolic, an assumed batch size.
+        batch: Batch size of the arrays. For a symbolic batch size, the number that plans assume.
         axes: The token dimensions.
-        heads: Query heads.
-        heads_kv: Key/value heads; divides ``heads``.
+        heads: Number of query heads.
+        heads_kv: Number of key/value heads, a divisor of ``heads``.
         head_dim: Width of query and key heads.
         head_dim_v: Width of value and output heads.
         dtype: Element type name of query, key and value.
         scale: Factor of the logits.
         additional_kv: Number of additional key/value tokens, which every query sees.
-        own_origins: True if the queries are a box of the layout whose position can differ per batch entry.
+        own_origins: True if the queries are a box of the layout, and the position of this box can differ per batch
+            entry.
         own_extents: True if the extents of the layout without padding can differ per batch entry. The layout without
-            padding begins at the first token. ``axes`` describes the layout with padding.
-        relative_bias: True if logits get a bias per offset of a key from a query.
-        key_bias: True if logits get a bias per key.
+            padding begins at the first token. ``axes`` has the extents with padding.
+        relative_bias: True if a bias per offset between query and key is added to the logits.
+        key_bias: True if a bias per key is added to the logits.
         out_dtype: Element type name of the output. ``None`` means the default output type of ``dtype``.
-        block_scales: True if keys or values have a scale factor per token, expanded from factors per block.
+        block_scales: True if keys or values have a scale factor per block of tokens. The operators expand these factors
+            to one factor per token.
     """
 
     operator: Operator
@@ -87,7 +89,7 @@ class Problem:
 
     @property
     def own_layouts(self) -> bool:
-        """True if the passes of this problem have the operand ``layouts``."""
+        """True if the passes of this problem take the operand ``layouts``."""
         return self.own_origins or self.own_extents
 
     @functools.cached_property
@@ -149,16 +151,20 @@ class Problem:
 
     @property
     def bias_shape(self) -> Shape:
-        """Shape of a head's relative bias. The first entry is for the offset ``1 - kernel_size``, in dilation steps."""
+        """Shape of a head's relative bias.
+
+        In each dimension, entry 0 is the bias of the offset ``1 - kernel_size``. The unit of offsets is ``dilation``
+        tokens.
+        """
         return tuple([2 * axis.kernel_size - 1 for axis in self.axes])
 
     @property
     def is_attention(self) -> bool:
-        """True if ``attention`` over the flattened tokens is equivalent.
+        """True if this problem is equivalent to ``attention`` over the flattened tokens.
 
         Every window must be the whole layout. A relative bias is not allowed, because flattening does not preserve its
-        offsets. Without additional tokens, the window of a single dimension can also be causal: if it is the whole
-        sequence, the call is causal attention, for any stride.
+        offsets. A causal mask is allowed only if there is one token dimension and no additional token. The problem is
+        then causal attention, for any stride.
         """
         if self.operator == "fna" and self.own_extents:  # valid tokens are not contiguous once flattened
             return False
@@ -180,7 +186,10 @@ class Problem:
         return self.out_dtype or self.element.output or self.dtype
 
     def converted(self, dtype: str) -> Problem:
-        """Return the problem for arrays converted to ``dtype``. The output has the accumulator type of ``dtype``."""
+        """Return this problem after a conversion of the arrays to ``dtype``.
+
+        The output has the accumulator type of ``dtype``.
+        """
         out_dtype = ELEMENT_TYPES[dtype].accumulator
         return dataclasses.replace(self, dtype=dtype, out_dtype=None if out_dtype == dtype else out_dtype)
 
@@ -217,7 +226,7 @@ def problem_of(
     scale: float | None = None,
     additional_kv: int = 0,
 ) -> Problem:
-    """Create a problem from numbers, without arrays. The window arguments are as in the operators.
+    """Create a problem from numbers, without arrays. The window arguments are the same as in the operators.
 
     Example:
         >>> from natten_jax.problem import problem_of
@@ -235,14 +244,15 @@ def problem_of(
             inside. ``"cut"`` drops the keys beyond the end. ``"wrap"`` continues the window at the other
             end, and requires that ``dilation`` divides the extent.
         operator: ``"fna"``, or ``"fmha"`` for ``attention``.
-        kv_layout: Key/value tokens per dimension. ``None`` means ``layout``. Only ``attention`` allows another layout.
+        kv_layout: Key/value tokens per dimension. ``None`` means ``layout``. Only ``attention`` allows a layout that
+            differs from ``layout``.
         batch: Batch size.
-        heads: Query heads.
-        heads_kv: Key/value heads; ``None`` is ``heads``.
+        heads: Number of query heads.
+        heads_kv: Number of key/value heads. ``None`` means the value of ``heads``.
         head_dim: Width of query and key heads.
-        head_dim_v: Width of value heads; ``None`` is ``head_dim``.
+        head_dim_v: Width of value heads. ``None`` means the value of ``head_dim``.
         dtype: Name of the element type.
-        scale: Factor of the logits; ``None`` is ``head_dim ** -0.5``.
+        scale: Factor of the logits. ``None`` means ``head_dim ** -0.5``.
         additional_kv: Number of additional key/value tokens, which every query sees.
 
     Raises:
@@ -266,7 +276,7 @@ def problem_of(
 
 
 def flattened(problem: Problem) -> Problem:
-    """Return the equivalent ``attention`` problem over the flattened tokens, followed by the additional tokens.
+    """Return the equivalent ``attention`` problem. Its keys are the flattened tokens, then the additional tokens.
 
     Args:
         problem: A problem for which :attr:`Problem.is_attention` is True.

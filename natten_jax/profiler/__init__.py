@@ -10,11 +10,11 @@
 - ``report``: prints tables, and writes result files.
 - ``predict``: lists and simulates the configurations of a problem.
 - ``search``: finds the fastest configuration of a problem, or of every problem in a program.
-- ``__main__`` and ``trace``: the two command line programs. The first profiles an operator. The second summarizes a
-  trace that exists.
+- ``__main__`` and ``trace``: the two command line programs. The first profiles an operator. The second summarizes an
+  existing trace.
 
-This package calls the public operators, and reads plans from compiled programs. :mod:`natten_jax.doctor` imports it;
-:func:`natten_jax.tune` imports it when it is called.
+This package calls the public operators, and reads plans from compiled programs. :mod:`natten_jax.doctor` imports this
+package. A call of :func:`natten_jax.tune` also imports this package.
 """
 
 from natten_jax.profiler.measure import Result, Row, compare, profile

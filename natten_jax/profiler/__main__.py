@@ -110,7 +110,7 @@ def _search_lines(options: Options, optimum: Optimum) -> Iterator[str]:
 
 
 def _show_where_it_runs(options: Options, platform: Platform) -> None:
-    """Print a dry run for one kind of device of the platform. The device need not be present."""
+    """Print a dry run for one kind of device on the platform. A device of this kind need not be present."""
     capability = platform.compute_capability
     chip = next(iter(TPU_CHIPS)) if capability is None else None
     anywhere = dataclasses.replace(options, compute_capability=capability, device=chip)

@@ -11,8 +11,8 @@ from natten_jax.cost_model.tiles import all_pairs
 from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 
-#: Names of the baselines on the command line. The first two are implementations of ``jax.nn.dot_product_attention``.
-#: ``"pallas"`` runs Pallas kernels of the package tokamax.
+#: Names of the baselines on the command line. ``"cudnn"`` and ``"xla"`` are implementations of
+#: ``jax.nn.dot_product_attention``. ``"pallas"`` runs Pallas kernels of the package tokamax.
 BASELINES = ("cudnn", "xla", "pallas")
 
 

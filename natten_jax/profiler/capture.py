@@ -1,16 +1,17 @@
 """Run compiled programs under JAX's profiler, and read the launches of each iteration from the trace.
 
-:class:`jax.profiler.ProfileData` parses a trace into planes. A plane has lines, and a line has events:
+:class:`jax.profiler.ProfileData` parses a trace into planes. A plane has lines, and a line has events. The planes and
+lines depend on the device:
 
-- An NVIDIA GPU has a plane ``/device:GPU:n`` with one line ``Stream #...`` per stream. The events of this line are
-  kernels.
-- The CPU has one host plane, where XLA's runtime records every step ("thunk") of a program. A second event marks the
-  step's end, and :func:`cpu_events` computes the duration from both events. The first event's own duration is too
-  short if the step continues in other threads. It is too long if the thread was not scheduled while another thread
-  continued the program.
+- An NVIDIA GPU has a plane ``/device:GPU:n`` with one line ``Stream #...`` per stream. The events of a stream are
+  kernels, memory fills and memory copies.
+- The CPU has one host plane. XLA's runtime records two events per step ("thunk") of a program: the first event is the
+  step, and the second event marks the step's end. :func:`cpu_events` computes the duration from the starts of both
+  events. The duration in the first event is too short if the step continues in other threads. This duration is too
+  long if the event's thread was not scheduled while another thread continued the program.
 - A TPU has a plane ``/device:TPU:n``. Its line ``XLA Ops`` has one event per instruction; the event of a loop encloses
   the events of the loop's instructions. Its line ``XLA Modules`` has one event per run of a program. This description
-  comes from the documentation: the code for TPUs was never tried on a TPU.
+  of TPU traces comes from documentation. The code that reads them was never run on a TPU.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ from natten_jax.profiler.symbols import kind_of_collective_instruction
 #: GPU.
 _ATTEMPTS = 5
 
-#: Glob patterns. ``_TRACES`` matches trace files. ``_RUNS`` matches the folders of runs inside the folder that JAX's
-#: profiler was given; each folder has the trace files of one run.
+#: Glob patterns. ``_TRACES`` matches trace files. ``_RUNS`` matches subfolders of the folder that JAX's profiler writes
+#: to. Each subfolder has the trace files of one run.
 _TRACES, _RUNS = "*.xplane.pb", "plugins/profile/*"
 
 #: Prefixes of the names of GPU events that fill or copy memory, in lower case.
 _MEMORY = ("memset", "memcpy")
 
-#: Names of an event's stats for :attr:`Event.module`, :attr:`Event.number` and :attr:`Event.run`, in this order.
+#: Names of the stats of a trace event that become :attr:`Event.module`, :attr:`Event.number` and :attr:`Event.run`, in
+#: this order.
 _MODULE_STATS = ("hlo_module", "program_id", "run_id")
 
-#: Patterns for the names of TPU events. ``_INSTRUCTION`` finds the name of an instruction before its operands.
+#: Patterns for the names of TPU events. ``_INSTRUCTION`` finds an instruction's name, which precedes the operands.
 #: ``_MODULE`` finds the name of a program, and the program's number in parentheses if there is one.
 _INSTRUCTION, _MODULE = re.compile(r"^%?([\w.\-]+).*", re.DOTALL), re.compile(r"(.*?)(?:\((\d+)\))?$")
 
@@ -65,12 +67,12 @@ class Event:
         instruction: Name of the instruction that made the launch, or empty if the trace does not contain the name.
         scope: Scope path of the instruction in the traced function, or empty if the trace does not contain the path.
         start: Time of the start, in nanoseconds.
-        duration: Device time, in nanoseconds. Time that is attributed to overlapping events is subtracted.
+        duration: Device time, in nanoseconds, without the time that is attributed to overlapping events.
         device: Number of the device.
         module: Name of the program, or ``None`` if the trace does not contain the name.
         number: Number of the program in the trace, or ``None``.
         run: Identifier of the program's run, equal for all launches of the run. ``None`` if the trace does not contain
-            it, as on GPUs.
+            the identifier, as on GPUs.
     """
 
     symbol: str
@@ -201,7 +203,7 @@ def traced_runs(path: Path) -> list[list[Path]]:
     """
     if path.is_file():
         return [[path]]
-    found = [*path.glob(_TRACES), *path.glob(f"{_RUNS}/{_TRACES}")]  # not a recursive search: the folder may be large
+    found = [*path.glob(_TRACES), *path.glob(f"{_RUNS}/{_TRACES}")]  # not recursive, because the folder can be large
     if not found:
         raise CaptureError(f"there is no trace ({_TRACES}) in {str(path)!r}, nor in the folders {_RUNS} in it")
     found.sort(key=lambda each: each.stat().st_mtime, reverse=True)
@@ -334,11 +336,11 @@ def busiest(devices: Mapping[int, Sequence[Sequence[Event]]]) -> int:
 
 
 def split(events: Iterable[Event], iterations: int) -> list[list[Event]] | None:
-    """Split the events of one device into iterations, or return ``None`` if that is ambiguous.
+    """Split the events of one device into iterations, or return ``None`` if the split is ambiguous.
 
-    CPU and TPU events carry the identifier of their run: each run is an iteration. GPU events carry none. They are
-    sorted by start and cut into ``iterations`` parts with equal numbers of events. The result is ambiguous unless every
-    part launches the same kernels equally often.
+    CPU and TPU events carry the identifier of their run, and each run is an iteration. GPU events lack this
+    identifier. GPU events are sorted by start and cut into ``iterations`` parts with equal numbers of events. This
+    split is ambiguous unless all parts have the same kernels, equally often.
     """
     ordered = sorted(events, key=lambda event: event.start)
     runs = grouped(ordered, lambda event: event.run)
@@ -353,12 +355,12 @@ def split(events: Iterable[Event], iterations: int) -> list[list[Event]] | None:
 
 
 def without_overlap(events: Sequence[Event], is_container: Callable[[str], bool]) -> list[Event]:
-    """Return events with shorter durations, whose sum is the time in which at least one event ran.
+    """Return the events with reduced durations, which add up to the time in which at least one event ran.
 
-    Events of a program overlap for two reasons. The event of a loop or call (a container) encloses the events
-    of the instructions in it. On a CPU, independent instructions run in parallel on the same cores. Events that run at
+    Events of a program overlap for two reasons. First, the event of a loop or call (a container) encloses the events of
+    the instructions in the loop or call. Second, independent instructions run in parallel on a CPU. Events that run at
     the same time share that time equally, but containers get no share. If only containers run, the container that
-    started last gets the time.
+    started most recently gets the time.
 
     Args:
         events: Events of one device, in the order of their starts.

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from natten_jax.plan.devices import NoDeviceError
 
-#: Name of the program, the prefix of its messages.
+#: Name of the profiler's program, and prefix of the program's messages.
 PROGRAM = "natten-jax-profiler"
 
 
@@ -62,8 +62,8 @@ def run_program(
 ) -> int:
     """Call ``run``, and return the exit status of the program.
 
-    The status is the result of ``run``, where ``None`` means 0. It is 1 after an ``expected`` error, whose message is
-    printed, and 130 after Ctrl-C.
+    The status is the result of ``run``, or 0 if the result is ``None``. If ``run`` raises an exception of a type in
+    ``expected``, the exception's message is printed, and the status is 1. After Ctrl-C, the status is 130.
     """
     try:
         return run() or 0

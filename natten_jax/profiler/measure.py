@@ -40,9 +40,9 @@ class Workload:
 
     Attributes:
         options: Options of the program.
-        plans: Plan of each pass. The keys are ``"forward"`` and ``"backward"`` for the layout's tokens, and
-            ``"additional_kv_forward"`` and ``"additional_kv_backward"`` for additional tokens in a separate call. Empty
-            for baselines.
+        plans: Plan of each pass. Attention over the layout's tokens has the keys ``"forward"`` and ``"backward"``. A
+            separate call for additional tokens has the keys ``"additional_kv_forward"`` and
+            ``"additional_kv_backward"``. Empty for baselines.
         device: Device that runs the program.
         compiled: The compiled program.
         arguments: Inputs of the program.
@@ -78,7 +78,7 @@ def compile_workload(
     Args:
         options: Options of the program.
         name: Name of the program. Programs in the same trace need different names.
-        arguments: Inputs to reuse, from another workload with equal arrays. Default: make new inputs.
+        arguments: Inputs to reuse, from a workload whose arrays have the same shapes. Default: make new inputs.
 
     Raises:
         ValueError: The problem cannot run with these options.
@@ -123,7 +123,7 @@ def _function(options: Options) -> Callable[..., Any]:
 
 
 def check_runs(options: Options, device: Device) -> None:
-    """Check that the arrays fit into the memory of the device, and that a baseline can run there.
+    """Check that the device has memory for the arrays. If the options profile a baseline, check that it can run.
 
     Raises:
         ValueError: The baseline cannot run, or the options request more devices than are available.
@@ -158,7 +158,7 @@ def check_fits(options: Options) -> None:
 
 
 def memory(options: Options) -> int:
-    """Return the memory per device in bytes. CPU devices have equal shares of the host's memory."""
+    """Return the memory per device in bytes. CPU devices share the host's memory equally."""
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // options.devices
     return int((default_jax_device().memory_stats() or {}).get("bytes_limit", host_bytes))
 
@@ -193,7 +193,7 @@ def make_inputs(options: Options) -> tuple[jax.Array, ...]:
     shapes, dtype = input_shapes(options), jnp.dtype(options.problem.dtype)
 
     def random(key: jax.Array, shape: Shape) -> Any:
-        # Each device makes its own shard: the whole array may exceed the memory of one device.
+        # Each device makes its own shard, because the whole array can exceed the memory of one device.
         shards = None if options.devices == 1 else sharding_of(options, shape)
         return jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=shards)(key, shape, dtype)
 
@@ -261,8 +261,8 @@ class Result:
     Attributes:
         options: Options of the measurement.
         plans: Plan of each pass, as in :class:`Workload`.
-        device: Kind of device.
-        rows: One row per name of launches on the busiest device, in the order of the report.
+        device: Kind of the device that ran the program.
+        rows: Rows of the report, in order. Each row is for all launches with one name on the busiest device.
         device_times: Device number -> device time of each iteration, in seconds.
         busiest: Number of the device with the most device time.
     """
@@ -276,19 +276,22 @@ class Result:
 
     @property
     def backends(self) -> dict[str, str]:
-        """Name of the backend of each plan, with the keys of ``plans``. A baseline has its own name for each pass."""
+        """Name of the backend of each plan, with the keys of ``plans``. For a baseline: pass -> the baseline's name."""
         if self.options.is_baseline:
             return dict.fromkeys(self.options.passes, str(self.options.backend))
         return {name: str(plan.backend) for name, plan in self.plans.items()}
 
     @property
     def tiles(self) -> dict[Pass, TilePair]:
-        """Query and key/value tile of each pass over the layout's tokens. Empty for baselines."""
+        """Query tile and key/value tile of each pass over the layout's tokens. Empty for baselines."""
         return {pass_: self.plans[pass_].tiles for pass_ in self.options.passes if pass_ in self.plans}
 
     @property
     def flops(self) -> dict[str, int]:
-        """Floating-point operations of each pass in one iteration, summed over devices. Masked pairs do not count."""
+        """Floating-point operations of each pass in one iteration, summed over devices.
+
+        Query-key pairs that are masked out do not count.
+        """
         return {pass_: flops(self.options.problem, pass_) for pass_ in self.options.passes}
 
     @property
@@ -307,16 +310,22 @@ class Result:
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s: the operations of ``flops`` divided by ``median``."""
+        """TFLOP/s: the operations of all passes (``flops``) divided by ``median``."""
         return sum(self.flops.values()) / self.median / 1e12
 
     def speedup_over(self, baseline: Result) -> float:
-        """Return the baseline's time divided by this result's time: the median over iterations, which alternated."""
+        """Return the median over iterations of the baseline's time divided by this result's time.
+
+        Iteration ``i`` of the baseline is compared with iteration ``i`` of this result.
+        """
         turns = zip(baseline.totals, self.totals, strict=True)
         return statistics.median(theirs / ours for theirs, ours in turns)
 
     def flop_bound_over(self, baseline: Result) -> float:
-        """Return the baseline's floating-point operations divided by this result's: the speedup at equal TFLOP/s."""
+        """Return the baseline's floating-point operations divided by this result's floating-point operations.
+
+        This ratio is the speedup at equal TFLOP/s.
+        """
         return sum(baseline.flops.values()) / sum(self.flops.values())
 
 
@@ -332,7 +341,10 @@ def profile(options: Options) -> Result:
 
 
 def compare(options: Options, baseline: str) -> tuple[Result, Result]:
-    """Measure an operator and a baseline or another backend in alternating runs on the default device.
+    """Measure two programs in alternating runs on the default device.
+
+    The first program is the operator that the options describe. The second program is a baseline, or the same operator
+    on another backend.
 
     Raises:
         ValueError: The problem or the baseline cannot run.
@@ -382,7 +394,7 @@ NamedEvent = tuple[symbols.Name, Event]
 
 
 def summarize(iterations: Sequence[Sequence[Event]], program: Program, operator: str, platform: str) -> tuple[Row, ...]:
-    """Return one row per name of the events: name them with :func:`named`, and group them with :func:`rows_of`."""
+    """Name the events with :func:`named`, and return one row per name with :func:`rows_of`."""
     return rows_of([named(events, program, operator, platform) for events in iterations])
 
 
@@ -392,7 +404,7 @@ def named(events: Iterable[Event], program: Program, operator: str, platform: st
     Args:
         events: The launches.
         program: Program that made the launches.
-        operator: Operator to name if an instruction lacks a plan: ``"fna"`` or ``"fmha"``.
+        operator: ``"fna"`` or ``"fmha"``, for the names of launches whose instruction lacks a plan.
         platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
     """
 
@@ -406,7 +418,11 @@ def named(events: Iterable[Event], program: Program, operator: str, platform: st
 
 
 def rows_of(iterations: Sequence[Iterable[NamedEvent]]) -> tuple[Row, ...]:
-    """Return one row per name of launches. Known operations are first; the others are sorted by decreasing runtime."""
+    """Return one row per name of launches.
+
+    Rows of known operations are first, in the order of ``symbols.KNOWN_OPERATIONS``. All other rows are sorted by
+    decreasing runtime.
+    """
     launched: dict[symbols.Name, list[list[Event]]] = defaultdict(lambda: [[] for _ in iterations])
     for i, events in enumerate(iterations):
         for name, event in events:

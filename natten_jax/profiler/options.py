@@ -1,6 +1,7 @@
 """Options of the profiler, and the command line that sets them.
 
-The options are a problem, its split over devices, and the way to measure, list, simulate or search it.
+The options are a problem, the split of the problem over devices, and the work to do: a measurement, a list of
+configurations, a simulation or a search.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Options:
             device.
         device: TPU that ``dry_run`` and ``simulate`` assume, such as ``"v5e"``. Default: the default device.
         optimize: Search for the best configuration, and measure that configuration.
-        optimize_warmup_steps: Number of runs before the final measurement of each of the best configurations.
+        optimize_warmup_steps: Number of warm-up runs per configuration in the second round of a search and in the
+            comparison with the default configuration.
         verbose: Show memory fills and copies (GPU), and all rows of a long table.
         json: File for the full results.
         csv: File for the table.
@@ -114,7 +116,7 @@ class Options:
     trace_dir: Path | None
 
     def as_given(self) -> dict[str, Any]:
-        """Return the value of each option. The key is the name of the flag, with underscores."""
+        """Return the values of the options. Each key is the name of a flag, with underscores instead of hyphens."""
         problem = self.problem
         values = {**dataclasses.asdict(self), "layout": problem.query_layout, "dtype": problem.element.short_name}
         del values["problem"]
@@ -133,7 +135,7 @@ class Options:
 
     @property
     def sub_calls(self) -> tuple[SubCall, ...]:
-        """Attention calls of the operator, the one over the layout's tokens first."""
+        """Attention calls that the operator makes. The first call is over the layout's tokens."""
         backend = None if self.is_baseline else self.backend
         request = Request(self.problem, self.performance, backend, tuned=table_for())
         return split_call(request, self.attention_kwargs)
@@ -160,8 +162,8 @@ class Options:
         return self.backend in BASELINES
 
     def for_baseline(self, name: str) -> Options:
-        """Return options that run a baseline, which is self attention, or another backend on the same arrays."""
-        # Tiles and the backend of sub-calls were chosen for the first backend. The other one uses its own defaults.
+        """Return options that run a baseline or another backend on the same arrays. A baseline is self attention."""
+        # Tiles and the backend of sub-calls were chosen for ``self.backend``. The backend ``name`` uses its defaults.
         problem, performance = self.problem, without_configuration(self.performance)
         if name in BASELINES:
             whole = tuple(Axis(extent, extent, extent) for extent in problem.query_layout)
@@ -227,7 +229,7 @@ class Options:
 
 
 def arrays_of(problem: Problem) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that enables 64-bit arrays in JAX if the problem has them."""
+    """Return a context manager that enables 64-bit arrays in JAX if the problem's arrays are float64."""
     return jax.enable_x64(True) if problem.dtype == "float64" else contextlib.nullcontext()
 
 
@@ -237,7 +239,7 @@ def arrays_of(problem: Problem) -> contextlib.AbstractContextManager[object]:
 #: Options that apply to measurements only.
 _MEASUREMENT_ONLY = ("compare", "csv", "plot", "trace_dir", "verbose")
 
-#: Arguments that have a flag, and that the operators' messages may name.
+#: Arguments that have a flag and can occur in the operators' messages.
 _NAMED = (*WindowArguments._fields, *ATTENTION_NAMES, *ATTENTION_NAMES.values(), "compute_capability", "heads_kv")
 _NAME_IN_MESSAGE = re.compile(rf"(?<!-)\b({'|'.join(_NAMED)})\b")
 
@@ -404,7 +406,7 @@ def _options(given: argparse.Namespace) -> Options:
     layout = values.pop("layout")
     if len(layout) > 3:
         raise ValueError(f"-i/--input-size takes 1 to 3 integers, one per token dimension, got {len(layout)}")
-    values.pop("compile", None)  # a flag without effect: XLA compiles every program
+    values.pop("compile", None)  # --compile has no effect, because XLA compiles every program
     windows = {name: value for name in WindowArguments._fields if (value := values.pop(name)) is not None}
     sizes = {name: values.pop(name) for name in SIZES}
     dtype = values.pop("dtype")
@@ -415,7 +417,7 @@ def _options(given: argparse.Namespace) -> Options:
         if name.startswith("backward") and not given.backprop and getattr(performance, name) != default:
             flag = flags_of_arguments()[name]
             raise ValueError(f"{flag} is for the backward pass, which runs with --backprop only")
-    if given.fmha_backend == "flex-fna":  # the name in NATTEN's documentation
+    if given.fmha_backend == "flex-fna":  # NATTEN's documentation uses this name here
         values["fmha_backend"] = "flex-fmha"
     if given.compute_capability is not None:
         values["compute_capability"] = compute_capability_of(given.compute_capability)
@@ -423,7 +425,10 @@ def _options(given: argparse.Namespace) -> Options:
 
 
 def _check_modes(given: argparse.Namespace) -> None:
-    """Check that the flags for modes and output files are compatible, and that the folders of output files exist."""
+    """Check flags that depend on the mode (measurement, ``--dry-run``, ``--simulate`` or ``--optimize``).
+
+    At most one mode can be given, and the other flags must apply to it. The folders of output files must exist.
+    """
     flags = flags_of_arguments()
     modes = [flags[name] for name in ("dry_run", "simulate", "optimize") if getattr(given, name)]
     if len(modes) > 1:
@@ -460,7 +465,8 @@ def _check_backends(options: Options) -> None:
 def _for_baseline(options: Options) -> Options:
     """Return the options for a baseline, which computes self attention.
 
-    Raise an error for additional tokens. Ignore flags of windows and configurations with a warning.
+    Raise an error if the problem has additional tokens. If flags of windows or configurations were given, print a
+    warning and ignore these flags.
     """
     name = str(options.backend)
     if options.problem.additional_kv:

@@ -28,7 +28,7 @@ STATIC = "Times are static estimates from the published figures of the chip, not
 #: A dry run of self attention also lists the multidimensional tiles of neighborhood attention, below this line.
 _WINDOWS = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
 
-#: Number of tile pairs that are tried with each dilation. The fastest pairs are tried.
+#: Number of tile pairs (query tile, key/value tile) that are tried with each dilation, fastest pairs first.
 _PAIRS_TO_DILATE = 16
 
 
@@ -45,7 +45,7 @@ class Listing:
         problem: The problem.
         device: The device.
         pairs: Pairs of a query tile and a key/value tile, best first.
-        schedules: Kernel schedules, default first; empty if the backend has only one.
+        schedules: Kernel schedules, default first. Empty if the backend has only one schedule.
     """
 
     backend: BackendId
@@ -57,7 +57,7 @@ class Listing:
 
     @property
     def calibration(self) -> simulator.Calibration | None:
-        """Time model of the backend on the device. ``None`` if it was not calibrated."""
+        """Time model of the backend on the device. ``None`` if this backend was not calibrated for the device."""
         return simulator.calibration_for(self.backend.family, self.device.compute_capability)
 
     @property
@@ -75,7 +75,7 @@ class Listing:
         return [f"Predicted times of {self.backend.family}-*: from arithmetic, not measured."]
 
     def simulate(self, pair: TilePair) -> Simulation:
-        """Count the tiles that the pass computes with a pair, and predict the time if there is a time model."""
+        """Count the tiles that the pass computes with a tile pair. Predict the time if there is a time model."""
         found = simulator.simulate(self.problem, pair, self.pass_, calibration=self.calibration)
         chip = self.static_chip
         return found if chip is None else dataclasses.replace(found, seconds=chip.seconds(found))
@@ -121,7 +121,7 @@ def print_dry_run(options: Options, device: Device) -> tuple[dict[str, Any], boo
 
     Returns:
         The results as JSON values, and True if a backend supports the problem. The results contain the configurations
-        only if the options write a JSON file.
+        only if the options request a JSON file.
     """
     main, problem = options.main_request.problem, options.problem
     problems, families = [main], {backend.family for backend in candidates(options)}
@@ -238,9 +238,9 @@ def print_simulation(options: Options, device: Device) -> dict[str, Any]:
 
 
 def _split_time(options: Options, device: Device, pass_: Pass) -> SplitTime | None:
-    """Predict the time of a pass that is split over devices, or return ``None`` without a time model.
+    """Predict the time of a pass that is split over devices, or return ``None`` if there is no time model.
 
-    The prediction uses the plan of one device, which has the device's share of batch and heads.
+    The prediction uses the plan of one device. The problem of this plan has the device's share of batch and heads.
     """
     request = dataclasses.replace(options.sub_calls_per_device()[0].request, parts=options.token_parts())
     plan = select.resolve(request, device, pass_)

@@ -1,7 +1,7 @@
 """Compiled programs, read from HLO protos: each instruction with its scope and the plan of its pass.
 
-An HLO proto is a serialized protocol buffer. JAX returns it for a compiled program, and a trace contains the HLO protos
-of the programs that ran.
+An HLO proto is a serialized protocol buffer. JAX returns the HLO proto of a compiled program. A trace contains the HLO
+protos of the programs that ran.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TRACE: _Message = {1: ("planes", [{4: ("events", [_EVENT]), 5: ("stats", [_STAT
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
 
 # Wire types of fields in a protocol buffer. ``_VARINT`` is the type of integers with a variable length. ``_SIZES`` maps
-# types of a fixed size to the number of bytes. A field of another type begins with its number of bytes.
+# types of a fixed size to the number of bytes. A field of any other wire type begins with its length in bytes.
 _VARINT, _SIZES = 0, {1: 8, 5: 4}
 
 
@@ -49,7 +49,7 @@ class Instruction:
 
     Attributes:
         opcode: ``"fusion"``, ``"custom-call"``, ``"copy"``, ...
-        scope: Scope path in the traced function. Its last part is the name of a JAX primitive.
+        scope: Scope path in the traced function. The last part of the path is the name of a JAX primitive.
         target: Target of a custom call; empty for other instructions.
         plan: Plan of the natten_jax pass that the instruction belongs to, or ``None``.
         fused: Opcodes of the instructions inside a fusion or an asynchronous instruction.
@@ -109,7 +109,10 @@ class Program:
         return cls(module["name"], instructions, devices)
 
     def is_module(self, name: str) -> bool:
-        """Return True if the module name of an event, which may end with a number in parentheses, is this program's."""
+        """Return True if ``name``, the module name of an event, is the module name of this program.
+
+        ``name`` can end with a number in parentheses, which is ignored.
+        """
         return name.partition("(")[0] == self.module
 
     def instruction(self, name: str) -> Instruction:
@@ -124,8 +127,8 @@ class Program:
 def compile_for_trace(function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
     """Compile a function for the default device, so that a trace names the instruction of every kernel.
 
-    Command buffers (CUDA graphs) are disabled: a trace shows each as one launch, without the instructions of its
-    kernels.
+    Command buffers (CUDA graphs) are disabled, because a trace shows each command buffer as one launch, without the
+    instructions of its kernels.
     """
     is_gpu = default_jax_device().platform == "gpu"
     options: dict[str, Any] | None = {"xla_gpu_enable_command_buffer": ""} if is_gpu else None

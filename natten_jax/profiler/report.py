@@ -35,7 +35,7 @@ _NAMES, _COLUMNS = ("Framework", "Kernel category", "Arch", "Operation"), ("# ca
 #: Maximum number of rows of a table, unless all rows are requested.
 _MOST_ROWS = 20
 
-#: A row with a smaller share of the total time is gray in a chart, and absent from the legend.
+#: Share of the total time below which a row is gray in a chart, and absent from the legend.
 _SMALL = 0.01
 
 
@@ -71,7 +71,7 @@ def format_time(seconds: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Return a number with three significant digits. Numbers from 1000 are rounded to an integer."""
+    """Return a number with three significant digits. Numbers of at least 1000 are rounded to an integer."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
@@ -84,7 +84,7 @@ def print_table(table: Table, file: TextIO | None = None) -> None:
     except ImportError:
         print_lines(_aligned(table), file)
         return
-    # Brackets in a string would be parsed as markup, and symbols may contain brackets. Text objects are not parsed.
+    # rich parses brackets in strings as markup, and symbols can contain brackets. rich does not parse Text objects.
     rich_table = RichTable(title=Text(table.title))
     for i, column in enumerate(table.columns):
         excess: dict[str, Any] = {"overflow": "fold"} if i == table.folded else {"no_wrap": True}
@@ -124,7 +124,10 @@ def print_report(result: Result, file: TextIO | None = None) -> None:
 
 
 def print_baseline(result: Result, baseline: Result) -> None:
-    """Print the table of a baseline, and the speedup over the baseline with its upper bound."""
+    """Print the table of ``baseline``, a baseline or another backend, and the speedup over ``baseline``.
+
+    For a baseline, also print the upper bound of the speedup.
+    """
     name, bound = baseline.options.backend, result.flop_bound_over(baseline)
     print_table(result_table(baseline, f"Baseline: {name}"))
     lines = [
@@ -151,7 +154,7 @@ def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _
     Args:
         rows: The rows.
         title: Line above the table.
-        cut: Merge the rows with the least time into one row if there are more than ``_MOST_ROWS``.
+        cut: If there are more than ``_MOST_ROWS`` rows, merge the rows with the least time into one row.
         columns: Titles of the columns for the number of calls, the time, and (optional) the share of the total time.
         steps: Divisor of calls and times, for averages per step.
     """
@@ -282,7 +285,7 @@ def _tiles_json(result: Result, pass_: Pass, pair: TilePair) -> dict[str, Any]:
 
 
 def comparison_json(result: Result, baseline: Result) -> dict[str, Any]:
-    """Return JSON values of a comparison: the baseline's measurement, the speedup over it, and the speedup's bound."""
+    """Return JSON values: the baseline's measurement, the speedup over the baseline, and the speedup's upper bound."""
     speedup, bound = result.speedup_over(baseline), result.flop_bound_over(baseline)
     return {"baseline": to_json(baseline), "speedup": speedup, "flop_bound": bound}
 

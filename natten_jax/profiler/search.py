@@ -1,9 +1,12 @@
 """Search for the fastest configuration of one problem (``--optimize``), or of every problem in a program.
 
-For each backend, the forward pass is searched first. The backward pass is searched next, and measured together with the
-best forward pass. A search of a pass has two rounds. The first round measures many configurations with few runs, in
-batches. The runs of a batch alternate in one trace. The second round measures the best configurations again, with more
-runs. Backends are compared by the total time of their best forward and backward pass.
+For each backend, the configurations of the forward pass are searched first. The configurations of the backward pass are
+searched next, and measured together with the best forward pass. A search of a pass has two rounds:
+
+1. Measure many configurations with few runs, in batches. Runs of the configurations of a batch alternate in one trace.
+2. Measure the best configurations again, with more runs.
+
+Backends are compared by the total time of their best forward and backward pass.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ class Effort:
     """Limits of a search.
 
     Attributes:
-        screened: Maximum number of configurations of a pass in the first round.
-        finalists: Maximum number of configurations that are measured again in the second round. The two best are
-            measured with every kernel schedule.
+        screened: Maximum number of tile pairs of a pass in the first round.
+        finalists: Maximum number of tile pairs that are measured again in the second round. The two fastest pairs are
+            measured with every kernel schedule, and the other pairs with the default schedule.
         seconds: Time limit of the first round in seconds, without compilation. The round ends after the batch that
-            exceeds the limit. A slow problem therefore gets fewer configurations.
+            exceeds the limit. Fewer configurations of a slow problem are therefore measured.
     """
 
     screened: int = 40
@@ -55,10 +58,11 @@ THOROUGH = Effort()
 #: Number of runs of each configuration in the first round, and in the second round.
 _SCREENING_RUNS, _FINAL_RUNS = 2, 6
 _BATCH = 8
-#: A backend is not searched if its default configuration is slower than the fastest backend's by more than this factor.
+#: Backends are tried one after another with their default configurations. A backend is not searched if its time is more
+#: than this factor times the shortest time so far.
 _HOPELESS = 1.5
-#: If the fastest backend takes more seconds than this, slow fallbacks are not tried. They were several times slower in
-#: every measurement.
+#: If the shortest time so far exceeds this number of seconds, slow fallbacks are not tried. In every measurement, slow
+#: fallbacks were several times slower than other backends.
 _SLOW = 0.02
 
 
@@ -109,7 +113,7 @@ def optimize(options: Options, effort: Effort = THOROUGH) -> Optimum:
     Tiles, a schedule or a backend that the options set are fixed: the search does not change them.
 
     Args:
-        options: The problem.
+        options: The problem and the way to measure it.
         effort: Limits of the search.
 
     Raises:
@@ -148,7 +152,7 @@ class _Search:
         return Optimum(chosen, seconds, default_seconds, tuple(self.trials), wall, self._compile_seconds)
 
     def _rivals(self) -> Iterator[Options]:
-        """Yield the options once for each backend that is fast enough to search, with that backend."""
+        """For each backend that is fast enough to be searched, yield the options with this backend."""
         problem = self._options.main_request.problem
         named = [
             (backend, with_backend(self._options, BackendId(backend.family, problem.operator)))
@@ -158,7 +162,7 @@ class _Search:
         ]
         self._update("trying backends")
         fastest = math.inf
-        for backend, options in named:  # preferred backends first: they are probably the fastest
+        for backend, options in named:  # preferred backends, which are probably the fastest, are first
             if backend.capabilities.is_slow_fallback and _SLOW < fastest < math.inf:
                 continue
             seconds = self.measure([options], 1, 0)[0].seconds if len(named) > 1 else 0.0
@@ -175,7 +179,7 @@ class _Search:
         return self._search(dataclasses.replace(best.options, backprop=True, performance=performance), "backward")
 
     def _search(self, options: Options, pass_: Pass) -> Trial | None:
-        """Search the configurations of one pass, and return the fastest trial. The other pass is unchanged."""
+        """Search the configurations of one pass, and return the fastest trial. The other pass does not change."""
         self._update(f"{options.backend or options.fmha_backend}, {pass_}")
         plan = resolve(options.main_request, self._device, pass_)
         offered, every = listing(backends.by_id(plan.backend), plan.problem, self._device, pass_), [options]
@@ -242,7 +246,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _fastest_first(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that did not fail, sorted by time."""
+    """Return the trials that did not fail, the fastest trial first."""
     return sorted((trial for trial in trials if not trial.error), key=lambda trial: trial.seconds)
 
 
@@ -250,7 +254,7 @@ def _fastest_first(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def with_choices(options: Options, workload: Workload) -> Options:
-    """Return the options with the backends, tiles and schedule that a compiled program chose."""
+    """Return the options with the backends, tiles and schedule of the workload's plans."""
     for pass_ in options.passes if workload.plans else ():
         plan = workload.plans[pass_]
         if pass_ == "forward":
@@ -271,8 +275,8 @@ def with_backend(options: Options, id_: BackendId) -> Options:
 
 
 def with_tiles(options: Options, pair: TilePair, pass_: Pass) -> Options:
-    # Tiles of self attention have one dimension, but operators require one extent per token dimension. Operators then
-    # use the product of the extents, which leading extents of 1 do not change.
+    # Tiles of self attention have one dimension, but operators require one extent per token dimension. For self
+    # attention, operators use the product of the extents, which leading extents of 1 do not change.
     q_tile, kv_tile = ((1,) * (options.problem.rank - len(tile)) + tile for tile in pair)
     return dataclasses.replace(options, performance=options.performance.with_tiles(pass_, (q_tile, kv_tile)))
 
@@ -322,7 +326,7 @@ def search_json(optimum: Optimum) -> dict[str, Any]:
 
 #: Minimum speedup over the default configuration for which another configuration is kept.
 _CLEARLY = 1.02
-#: Final comparison: number of measured runs of each candidate, and of warm-up runs before them.
+#: Numbers of runs of each candidate in the final comparison: measured runs, and warm-up runs before the measured runs.
 _RUNS, _WARMUP = 8, 2
 
 #: Device time of each run of a program, in seconds. Runs of other programs alternate with these runs.
@@ -342,7 +346,7 @@ def plans_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
     """
     traced: Any = function if hasattr(function, "lower") else jax.jit(function)
     lowered = traced.lower(*arguments, **keywords)
-    if len(jax.local_devices()) > 1:  # plans depend on the partitioning of the program, which compilation determines
+    if len(jax.local_devices()) > 1:  # compilation partitions the program, and plans depend on the partitioning
         program = Program.from_compiled(lowered.compile())
     else:
         module: Any = lowered.compiler_ir(dialect="hlo")
@@ -354,8 +358,8 @@ def plans_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
 def is_clearly_faster(times: Times, others: Times) -> bool:
     """Return True if ``times`` are clearly shorter than ``others``.
 
-    The median must be more than 2% faster. The 75th percentile of ``times`` must be below the 25th percentile of
-    ``others``.
+    The median of ``others`` must be more than 1.02 times the median of ``times``. The 75th percentile of ``times`` must
+    be below the 25th percentile of ``others``.
     """
     slow_quarter, fast_quarter = quantiles(times, n=4)[2], quantiles(others, n=4)[0]
     return median(others) > _CLEARLY * median(times) and slow_quarter < fast_quarter
@@ -405,7 +409,7 @@ class Task:
 
 
 def tasks_of(plans: Iterable[Plan]) -> list[Task]:
-    """Return one task per problem. It tunes the backward pass if a plan of the problem is for that pass."""
+    """Return one task per problem. A task tunes the backward pass only if a plan of the problem is for that pass."""
     found: dict[tuple[Problem, Performance, str | None], bool] = {}
     for plan in plans:
         key = tuned_problem(plan.problem), without_configuration(plan.performance), plan.precision
@@ -432,7 +436,7 @@ def tune_plans(plans: Iterable[Plan], effort: Effort, log: Callable[[str], Any])
 
 
 def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]:
-    """Tune the passes of a task on the default device. Keep a default unless another configuration is clearly faster.
+    """Tune the passes of a task on the default device. Keep the default unless another configuration is clearly faster.
 
     Raises:
         ValueError: Every configuration failed.
@@ -446,8 +450,8 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
     def fastest(task: Task, *every: tuple[Pass, ...]) -> tuple[tuple[Pass, ...], dict[tuple[Pass, ...], Times]]:
         """Return the fastest candidate, and the times of all candidates.
 
-        A candidate is the tuple of passes that use the tuned configuration. Return (), the default configuration,
-        unless another candidate is clearly faster.
+        A candidate is the tuple of passes that use the tuned configuration. In the candidate (), all passes use the
+        default configuration. Return () as the fastest candidate unless another candidate is clearly faster than ().
         """
         times = dict(zip(every, _runs(task, device, chosen, every), strict=True))
         best = min(times, key=lambda each: median(times[each]))
@@ -456,7 +460,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
     kept, forward = fastest(dataclasses.replace(task, backprop=False), (), ("forward",))
     runs: dict[Pass, tuple[Times, Times]] = {"forward": (forward["forward",], forward[()])}
     if task.backprop:
-        # Measure both passes together: a faster forward pass must not slow down the backward pass after it.
+        # Measure both passes together, because a faster forward pass can slow down the backward pass after it.
         others: list[tuple[Pass, ...]] = [("forward",), ("forward", "backward")] if kept else []
         best_passes, both = fastest(task, (), ("backward",), *others)
         if best_passes or median(both[kept]) > median(both[()]):
@@ -493,7 +497,7 @@ def _plans(task: Task, options: Options, device: Device) -> dict[Pass, Plan]:
 def _runs(task: Task, device: Device, plans: dict[Pass, Plan], candidates: Sequence[tuple[Pass, ...]]) -> list[Times]:
     """Measure candidates in alternating runs.
 
-    A candidate is a tuple of passes. These passes use ``plans``; the others use the default configuration.
+    A candidate is a tuple of passes. These passes use ``plans``, and all other passes use the default configuration.
     """
     options, workloads = task.options, list[Workload]()
     with arrays_of(options.problem), jax.default_matmul_precision(task.precision):
