@@ -137,16 +137,16 @@ double seam_factor(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
 
 std::int64_t bias_line(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                        const std::array<std::int64_t, kRank>& tile, const std::array<std::int64_t, kRank>& group) {
-  const TiledAxes of(axes, tile, group);
-  return small::BiasTable(of.axes, of.tile, of.group).pitch[1];
+  const TiledAxes tiled(axes, tile, group);
+  return small::BiasTable(tiled.axes, tiled.tile, tiled.group).pitch[1];
 }
 
 py::dict bias_sums(const std::array<std::int64_t, kFieldsOfAxis * kRank>& axes,
                    const std::array<std::int64_t, kRank>& queries, const std::array<std::int64_t, kRank>& tile,
                    const std::array<std::int64_t, kRank>& group) {
-  TiledAxes of(axes, tile, group);
-  for (int i = 0; i < kRank; ++i) of.axes[i].query.local_extent = queries[i];
-  const small::BiasSums sums = small::bias_sums(of.axes, of.tile, of.group);
+  TiledAxes tiled(axes, tile, group);
+  for (int i = 0; i < kRank; ++i) tiled.axes[i].query.local_extent = queries[i];
+  const small::BiasSums sums = small::bias_sums(tiled.axes, tiled.tile, tiled.group);
   return py::dict("tiles"_a = sums.tiles, "record"_a = sums.record, "parts"_a = sums.parts);
 }
 

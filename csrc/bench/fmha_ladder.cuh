@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
     return HeadRows{static_cast<const char*>(array) + start, pitch, p.tokens};
   };
   const HeadRows queries = rows(p.query), keys = rows(p.key), values = rows(p.value);
-  const int seen = p.is_causal ? min(first_query + kQueries, p.tokens) : p.tokens;
-  const int tiles = (seen + kKeys - 1) / kKeys;
+  const int visible_tokens = p.is_causal ? min(first_query + kQueries, p.tokens) : p.tokens;
+  const int tiles = (visible_tokens + kKeys - 1) / kKeys;
 
   const auto load_async = [&](int tile) {
     keys.template load_async<kKeys>(shared_address(shared.k[tile % 2]), tile * kKeys);
@@ -230,9 +230,9 @@ cudaError_t launch_fmha(Rung rung, TileSizes tiles, int head_dim, const FmhaPara
   constexpr cudaError_t kNone = cudaErrorInvalidValue;
   return with_constant<64, 128>(head_dim, kNone, [&](auto width) {
     return with_constant<TileSizes::k64x64, TileSizes::k128x64, TileSizes::k128x128>(tiles, kNone, [&](auto sizes) {
-      return with_constant<Rung::kBasic, Rung::kMath, Rung::kMemory>(rung, kNone, [&](auto of_rung) {
+      return with_constant<Rung::kBasic, Rung::kMath, Rung::kMemory>(rung, kNone, [&](auto rung_constant) {
         using Tiles = std::tuple_element_t<static_cast<int>(sizes()), AllTiles>;
-        return launch_rung<Traits<ElementOf<kType>, width, of_rung, Tiles>>(params, stream);
+        return launch_rung<Traits<ElementOf<kType>, width, rung_constant, Tiles>>(params, stream);
       });
     });
   });

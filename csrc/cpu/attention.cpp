@@ -29,11 +29,11 @@ Status run_pass(const Problem& problem, const TileShapes& tiles, const Arrays& a
 
 /// True if the arrays of queries or keys contain padding: tokens outside the layout of their batch entry. No item owns
 /// padding, so no kernel writes results there.
-bool has_padding(const Problem& problem, const std::int32_t* layouts, bool of_queries) {
+bool has_padding(const Problem& problem, const std::int32_t* layouts, bool are_queries) {
   for (std::int64_t i = 0; layouts != nullptr && i < problem.batch * kRank; ++i) {
     const std::int32_t* layout = layouts + i / kRank * kRank * kRank + i % kRank;
     const Axis& axis = problem.axes[i % kRank];
-    if (of_queries ? layout[0] + axis.query.local_extent > layout[kRank] : axis.kv.local_extent > layout[2 * kRank]) {
+    if (are_queries ? layout[0] + axis.query.local_extent > layout[kRank] : axis.kv.local_extent > layout[2 * kRank]) {
       return true;
     }
   }

@@ -60,13 +60,13 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
     load_lanes(block, static_cast<const T*>(plan.arrays.out_cotangent), p.head_dim_v, 1.0f, w.lines,
                w.lanes_b + i * p.head_dim_v * kLanes);
     clear(w.sums_a + i * p.head_dim * kLanes, p.head_dim * kLanes);
-    list_exponent_scales(p, item, block, exponent_scales(i));
+    write_exponent_scales(p, item, block, exponent_scales(i));
     for (int lane = 0; lane < kLanes; ++lane) values_of(i).set(lane, plan.arrays, block.row[lane]);
   }
 
   stream_keys_and_values<T>(
       plan, item, blocks, w, exponent_scales,
-      [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows, bool has_place) {
+      [&](std::int64_t i, const Box& box, bool is_masked, std::int64_t rows, bool is_in_layout) {
         dot(w.lanes_b + i * p.head_dim_v * kLanes, w.rows_b, rows, p.head_dim_v, broadcast(1.0f), w.products);
         const QueryValues values = values_of(i);
         const Float logsumexp = load(values.logsumexp), distance = load(values.distance),
@@ -83,7 +83,7 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
         } else {
           for (std::int64_t row = 0; row < rows; ++row) store(w.logits + row * kLanes, gradient(row));
         }
-        if (has_table && has_place) add_to_tables(plan, w.blocks[i], box, w.logits, w.table);
+        if (has_table && is_in_layout) add_to_tables(plan, w.blocks[i], box, w.logits, w.table);
         accumulate<false>(w.logits, w.rows_a, rows, p.head_dim, logsumexp, w.sums_a + i * p.head_dim * kLanes);
       });
 
@@ -101,7 +101,7 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
 }
 
 /// Sets `values` to the values of all queries of a box, in the order of for_each_masked_row.
-NATTEN_JAX_INLINE void list_query_values(const Arrays& arrays, const TokenMap& tokens, std::int64_t first_row,
+NATTEN_JAX_INLINE void load_query_values(const Arrays& arrays, const TokenMap& tokens, std::int64_t first_row,
                                          std::int64_t heads, const Box& box, const QueryValues& values) {
   std::int64_t i = 0;
   const std::int64_t first = tokens.row(box.begin);
@@ -157,7 +157,7 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
   const TokenMap tokens = stream_tokens(plan, item);
   const QueryValues query_values(w.row_values, plan.stream_tokens + kRowPadding);
   // All query heads of the item share its keys, and query heads that share keys have equal scales.
-  const HeadScale head_scale = p.scale.of(first_head(p, item));
+  const HeadScale head_scale = p.scale.for_head(first_head(p, item));
   const OwnedKeyBiases biases{plan, item, w};
   // All query heads add to the same gradients, because they share the keys and values.
   for (std::int64_t head = 0; head < p.heads_per_kv(); ++head) {
@@ -173,9 +173,9 @@ void key_value_gradient(const Plan& plan, const Item& item, std::byte* scratch) 
         },
         [&](std::int64_t i, const Box& box, const RowPair& pair) {
           const std::int64_t rows = volume(box);
-          list_rows(pair.a, box, w.rows_a);
-          list_rows(pair.b, box, w.rows_b);
-          list_query_values(arrays, tokens, first, p.heads, box, query_values);
+          write_row_addresses(pair.a, box, w.rows_a);
+          write_row_addresses(pair.b, box, w.rows_b);
+          load_query_values(arrays, tokens, first, p.heads, box, query_values);
           dot(w.lanes_a + i * p.head_dim * kLanes, w.rows_a, rows, p.head_dim, broadcast(exponent_scale(head_scale)),
               w.logits);
           biases.add(i, box, rows, head);

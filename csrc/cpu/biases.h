@@ -16,8 +16,8 @@ namespace {
 /// An array from which each lane reads one element.
 struct LaneTable {
   const float* values;
-  const std::int32_t* places;  ///< Index of each lane's element at offset zero.
-  std::int32_t last;           ///< Last valid index of `values`.
+  const std::int32_t* indices;  ///< Index of each lane's element at offset zero.
+  std::int32_t last;            ///< Last valid index of `values`.
 
   /// Elements at the lanes' indices plus `offset`. For a pair of tokens outside every window, the index may lie outside
   /// the array. It is then clamped, and the caller does not use the element.
@@ -29,8 +29,8 @@ struct LaneTable {
   }
 
   NATTEN_JAX_INLINE std::int32_t index(int lane, std::int32_t offset) const {
-    const std::int32_t place = places[lane] + offset;
-    return place < 0 ? 0 : (place > last ? last : place);
+    const std::int32_t unclamped = indices[lane] + offset;
+    return unclamped < 0 ? 0 : (unclamped > last ? last : unclamped);
   }
 };
 
@@ -49,7 +49,7 @@ NATTEN_JAX_INLINE void for_each_row(const Box& box, std::int64_t first, const st
 }
 
 /// Calls visit(row number, offset) for every row of a box. The table entry for a row and a lane has the index
-/// `block.place[lane] + offset`.
+/// `block.bias_index[lane] + offset`.
 template <typename Visit>
 NATTEN_JAX_INLINE void for_each_offset(const Plan& plan, const LaneBlock& block, const Box& box, Visit visit) {
   std::int64_t pitch[kRank], first = 0;
@@ -96,7 +96,7 @@ NATTEN_JAX_INLINE void add_to_biased_logits(float* logits, const Float& added) {
 ///   logits: updated in place.
 NATTEN_JAX_INLINE void add_relative_bias(const Plan& plan, const LaneBlock& block, const Box& box, const float* tables,
                                          std::int64_t heads, float* logits) {
-  const LaneTable table{tables, block.place, static_cast<std::int32_t>(heads * plan.offsets.entries - 1)};
+  const LaneTable table{tables, block.bias_index, static_cast<std::int32_t>(heads * plan.offsets.entries - 1)};
   for_each_offset(plan, block, box, [&](std::int64_t row, std::int32_t offset) {
     add_to_logits(logits + row * kLanes, added_logits(table.at(offset)));
   });
@@ -119,10 +119,10 @@ NATTEN_JAX_INLINE void add_biases(const Plan& plan, const Item& item, const Toke
     const float* biases = plan.arrays.key_bias + item.batch * p.keys() * p.heads + item.kv_head * p.heads_per_kv();
     const auto last = static_cast<std::int32_t>(p.heads_per_kv() - 1);
     for_each_row(box, keys.row(box.begin), keys.pitch, [&](std::int64_t row, std::int64_t token) {
-      const float* of_heads = biases + token * p.heads;
+      const float* head_biases = biases + token * p.heads;
       const bool is_one_head = plan.lane_heads == 1;
-      const Float added =
-          added_logits(is_one_head ? broadcast(of_heads[block.head[0]]) : LaneTable{of_heads, block.head, last}.at(0));
+      const Float added = added_logits(is_one_head ? broadcast(head_biases[block.head[0]])
+                                                   : LaneTable{head_biases, block.head, last}.at(0));
       if (plan.arrays.relative_bias == nullptr) {
         add_to_logits(logits + row * kLanes, added);
       } else {
@@ -136,7 +136,7 @@ NATTEN_JAX_INLINE void add_biases(const Plan& plan, const Item& item, const Toke
 NATTEN_JAX_INLINE void add_to_tables(const Plan& plan, const LaneBlock& block, const Box& box, const float* gradients,
                                      float* sums) {
   const auto last = static_cast<std::int32_t>(plan.problem.heads_per_kv() * plan.offsets.entries - 1);
-  const LaneTable table{sums, block.place, last};
+  const LaneTable table{sums, block.bias_index, last};
   for_each_offset(plan, block, box, [&](std::int64_t row, std::int32_t offset) {
     for (int lane = 0; lane < block.active; ++lane) sums[table.index(lane, offset)] += gradients[row * kLanes + lane];
   });
@@ -154,8 +154,8 @@ struct OwnedKeyBiases {
   /// Loads and converts the biases of the lanes' keys, and clears their gradients.
   NATTEN_JAX_INLINE void load_keys(std::int64_t blocks, std::int64_t head) const {
     for (std::int64_t i = 0; has_keys() && i < blocks; ++i) {
-      for (int lane = 0; lane < kLanes; ++lane) of_keys(i)[lane] = plan.arrays.key_bias[place(i, lane, head)];
-      store(of_keys(i), added_logits(load(of_keys(i))));
+      for (int lane = 0; lane < kLanes; ++lane) key_biases(i)[lane] = plan.arrays.key_bias[bias_index(i, lane, head)];
+      store(key_biases(i), added_logits(load(key_biases(i))));
       store(sums(i), broadcast(0.0f));
     }
   }
@@ -167,7 +167,7 @@ struct OwnedKeyBiases {
       add_relative_bias(plan, w.blocks[i], box, table, 1, w.logits);
     }
     if (has_keys()) {
-      const Float added = load(of_keys(i));
+      const Float added = load(key_biases(i));
       if (has_tables()) {
         for (std::int64_t row = 0; row < rows; ++row) add_to_biased_logits(w.logits + row * kLanes, added);
       } else {
@@ -179,26 +179,26 @@ struct OwnedKeyBiases {
   /// Adds the gradients of the logits, which `w.products` now contains, to the gradients of the key biases.
   NATTEN_JAX_INLINE void sum(std::int64_t i, std::int64_t rows) const {
     if (!has_keys()) return;
-    Float of_box = broadcast(0.0f);
-    for (std::int64_t row = 0; row < rows; ++row) of_box = of_box + load(w.products + row * kLanes);
-    store(sums(i), load(sums(i)) + of_box);
+    Float box_sum = broadcast(0.0f);
+    for (std::int64_t row = 0; row < rows; ++row) box_sum = box_sum + load(w.products + row * kLanes);
+    store(sums(i), load(sums(i)) + box_sum);
   }
 
   /// Stores the gradients of the key biases.
   NATTEN_JAX_INLINE void store_gradients(std::int64_t blocks, std::int64_t head) const {
     for (std::int64_t i = 0; has_keys() && i < blocks; ++i) {
       for (int lane = 0; lane < w.blocks[i].active; ++lane) {
-        plan.arrays.key_bias_gradient[place(i, lane, head)] = sums(i)[lane];
+        plan.arrays.key_bias_gradient[bias_index(i, lane, head)] = sums(i)[lane];
       }
     }
   }
 
  private:
-  NATTEN_JAX_INLINE float* of_keys(std::int64_t i) const { return w.statistics + i * kStatistics * kLanes; }
+  NATTEN_JAX_INLINE float* key_biases(std::int64_t i) const { return w.statistics + i * kStatistics * kLanes; }
   NATTEN_JAX_INLINE float* sums(std::int64_t i) const { return w.statistics + (i * kStatistics + 1) * kLanes; }
 
   /// Index of the bias of a lane's key for a query head, in the arrays of key biases and of their gradients.
-  NATTEN_JAX_INLINE std::int64_t place(std::int64_t i, int lane, std::int64_t head) const {
+  NATTEN_JAX_INLINE std::int64_t bias_index(std::int64_t i, int lane, std::int64_t head) const {
     const Problem& p = plan.problem;
     return w.blocks[i].row[lane] / p.heads_kv * p.heads + item.kv_head * p.heads_per_kv() + head;
   }

@@ -64,7 +64,7 @@ void forward(const Plan& plan, const Item& item, std::byte* scratch) {
   };
   const auto exponent_scales = [&w](std::int64_t i) { return w.statistics + (i * kStatistics + 2) * kLanes; };
   for (std::int64_t i = 0; i < blocks; ++i) {
-    list_exponent_scales(p, item, w.blocks[i], exponent_scales(i));
+    write_exponent_scales(p, item, w.blocks[i], exponent_scales(i));
     load_lanes(w.blocks[i], static_cast<const T*>(plan.arrays.query), p.head_dim, 1.0f, w.lines,
                w.lanes_a + i * p.head_dim * kLanes);
     store(softmax(i).maximum, broadcast(-kInfinity));

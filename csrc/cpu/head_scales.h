@@ -17,11 +17,12 @@ NATTEN_JAX_INLINE float exponent_scale(const HeadScale& scale) {
 
 /// The scale of a lane's query head.
 NATTEN_JAX_INLINE HeadScale scale_of_lane(const Problem& p, const Item& item, const LaneBlock& block, int lane) {
-  return p.scale.of(item.batch * p.heads + block.row[lane] % p.heads);
+  return p.scale.for_head(item.batch * p.heads + block.row[lane] % p.heads);
 }
 
 /// Writes the exponent scale of each lane's query head to `scales`.
-NATTEN_JAX_INLINE void list_exponent_scales(const Problem& p, const Item& item, const LaneBlock& block, float* scales) {
+NATTEN_JAX_INLINE void write_exponent_scales(const Problem& p, const Item& item, const LaneBlock& block,
+                                             float* scales) {
   for (int lane = 0; lane < kLanes; ++lane) scales[lane] = exponent_scale(scale_of_lane(p, item, block, lane));
 }
 

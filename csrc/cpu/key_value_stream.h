@@ -11,8 +11,9 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Calls visit(block number, box, is_masked, rows, has_place) for each lane block and each box of keys that its queries
-/// see. Before each call, it writes the addresses of the box's keys and values, and the logits, to the workspace.
+/// Calls visit(block number, box, is_masked, rows, is_in_layout) for each lane block and each box of keys that its
+/// queries see. Before each call, it writes the addresses of the box's keys and values, and the logits, to the
+/// workspace.
 ///
 /// Args:
 ///   plan: plan of the pass.
@@ -21,7 +22,7 @@ namespace {
 ///   w: workspace that contains the lane blocks and their queries.
 ///   exponent_scales: exponent_scales(block number) returns the exponent scales of the block's lanes.
 ///   visit: the function that is called. `is_masked`: true if some queries do not see all keys of the box. `rows`:
-///     number of keys in the box. `has_place`: true for keys of the layout, and false for additional keys.
+///     number of keys in the box. `is_in_layout`: true for keys of the layout, and false for additional keys.
 template <typename T, typename Scales, typename Visit>
 NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item, std::int64_t blocks,
                                               const Workspace& w, Scales exponent_scales, Visit visit) {
@@ -41,8 +42,8 @@ NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item
                        float_rows(tile, tokens, values, p.heads_kv, p.head_dim_v, w.packed_b)};
       },
       [&](std::int64_t i, const Box& box, const RowPair& rows) {
-        list_rows(rows.a, box, w.rows_a);
-        list_rows(rows.b, box, w.rows_b);
+        write_row_addresses(rows.a, box, w.rows_a);
+        write_row_addresses(rows.b, box, w.rows_b);
         find_logits(i, volume(box));
         if (has_biases) add_biases(plan, item, tokens, w.blocks[i], box, w.logits);
         visit(i, box, !contains(w.blocks[i].core, box), volume(box), true);
@@ -59,8 +60,8 @@ NATTEN_JAX_INLINE void stream_keys_and_values(const Plan& plan, const Item& item
     const FloatRows key_rows = float_rows(tile, line, additional_keys, p.heads_kv, p.head_dim, w.packed_a);
     const FloatRows value_rows = float_rows(tile, line, additional_values, p.heads_kv, p.head_dim_v, w.packed_b);
     for (std::int64_t i = 0; i < blocks; ++i) {
-      list_rows(key_rows, tile, w.rows_a);
-      list_rows(value_rows, tile, w.rows_b);
+      write_row_addresses(key_rows, tile, w.rows_a);
+      write_row_addresses(value_rows, tile, w.rows_b);
       find_logits(i, volume(tile));
       visit(i, tile, false, volume(tile), false);
     }

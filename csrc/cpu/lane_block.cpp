@@ -11,7 +11,7 @@ class Visibility {
   Visibility(const Plan& plan, const Item& item, int dim)
       : axis_(plan.problem.axes[dim]), owns_queries_(plan.pass != Pass::kKeyValueGradient) {
     if (item.owns_additional) {
-      sees_everything_ = true;
+      is_unmasked_ = true;
       local_ = {0, axis_.query.local_extent};
       return;
     }
@@ -21,8 +21,8 @@ class Visibility {
     query_length_ = group_length(axis_.window, axis_.query.extent, group);
   }
 
-  Range<std::int64_t> of(std::int64_t index) const {
-    if (sees_everything_) return local_;
+  Range<std::int64_t> visible_range(std::int64_t index) const {
+    if (is_unmasked_) return local_;
     const Range<std::int64_t> range = owns_queries_
                                           ? window_bounds(axis_.window, index, key_length_)
                                           : inverse_window_bounds(axis_.window, index, query_length_, key_length_);
@@ -34,18 +34,18 @@ class Visibility {
  private:
   const Axis& axis_;
   bool owns_queries_;
-  bool sees_everything_ = false;
+  bool is_unmasked_ = false;
   Range<std::int64_t> local_{0, 0};
   std::int64_t key_length_ = 0;
   std::int64_t query_length_ = 0;
 };
 
-TokenMap token_map(const Problem& problem, const Segment* segments, bool of_queries) {
+TokenMap token_map(const Problem& problem, const Segment* segments, bool are_queries) {
   TokenMap map{0, {1, 1, 1}, {}};
   std::int64_t pitch = 1;
   for (int dim = kRank - 1; dim >= 0; --dim) {
     const Axis& axis = problem.axes[dim];
-    const Tokens& tokens = of_queries ? axis.query : axis.kv;
+    const Tokens& tokens = are_queries ? axis.query : axis.kv;
     map.offset += (segments[dim].group - tokens.origin) * pitch;
     map.pitch[dim] = axis.window.dilation * pitch;
     pitch *= tokens.local_extent;
@@ -103,26 +103,26 @@ void fill_lanes(const Box& box, std::int64_t head_begin, std::int64_t head_end, 
   }
 }
 
-/// Sets `place` of a block. Its lanes and its hull must be set before.
-void fill_places(const Plan& plan, const Box& box, const std::int64_t (&pitch)[kRank], LaneBlock& block) {
+/// Sets `bias_index` of a block. Its lanes and its hull must be set before.
+void fill_bias_indices(const Plan& plan, const Box& box, const std::int64_t (&pitch)[kRank], LaneBlock& block) {
   const OffsetTable& offsets = plan.offsets;
   // Entry of the first lane's token, which is the first token of the box. An entry's index increases with the index of
   // the key, and decreases with the index of the query.
-  std::int64_t of_first = 0;
+  std::int64_t first_index = 0;
   for (int dim = 0; dim < kRank; ++dim) {
-    of_first += (block.hull.begin[dim] - box.begin[dim]) * pitch[dim] + offsets.reach[dim] * offsets.pitch[dim];
+    first_index += (block.hull.begin[dim] - box.begin[dim]) * pitch[dim] + offsets.reach[dim] * offsets.pitch[dim];
   }
   std::int64_t at[kRank] = {0, 0, 0};
   for (int lane = 0; lane < block.active; ++lane) {
-    std::int64_t place = of_first + block.head[lane] * offsets.entries;
-    for (int dim = 0; dim < kRank; ++dim) place -= at[dim] * pitch[dim];
-    block.place[lane] = static_cast<std::int32_t>(place);
+    std::int64_t index = first_index + block.head[lane] * offsets.entries;
+    for (int dim = 0; dim < kRank; ++dim) index -= at[dim] * pitch[dim];
+    block.bias_index[lane] = static_cast<std::int32_t>(index);
     for (int dim = kRank - 1; dim >= 0; --dim) {
       if (++at[dim] < box.end[dim] - box.begin[dim]) break;
       at[dim] = 0;
     }
   }
-  std::fill(block.place + block.active, block.place + kLanes, block.place[0]);
+  std::fill(block.bias_index + block.active, block.bias_index + kLanes, block.bias_index[0]);
 }
 
 }  // namespace
@@ -135,7 +135,7 @@ std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blo
   const std::int64_t line[kRank] = {1, 1, kLanes};
   const std::int64_t* extent = item.owns_additional ? line : plan.lane_box;
 
-  const bool has_places = plan.arrays.relative_bias != nullptr && !item.owns_additional;
+  const bool has_bias_indices = plan.arrays.relative_bias != nullptr && !item.owns_additional;
   std::int64_t pitch[kRank];
   table_pitch(plan, pitch);
 
@@ -145,7 +145,7 @@ std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blo
   const auto clip = [&](int dim) {
     box.end[dim] = std::min(box.begin[dim] + extent[dim], item.segments[dim].end);
     for (std::int64_t i = box.begin[dim]; i < box.end[dim]; ++i) {
-      visible[dim][i - box.begin[dim]] = visibility[dim].of(i);
+      visible[dim][i - box.begin[dim]] = visibility[dim].visible_range(i);
     }
   };
   const Segment* s = item.segments;
@@ -176,7 +176,7 @@ std::int64_t make_lane_blocks(const Plan& plan, const Item& item, LaneBlock* blo
           block.hull = hull;
           block.core = core;
           fill_lanes(box, head, std::min(head + plan.lane_heads, heads), owner, visible, block);
-          if (has_places) fill_places(plan, box, pitch, block);
+          if (has_bias_indices) fill_bias_indices(plan, box, pitch, block);
         }
       }
     }

@@ -67,7 +67,7 @@ struct alignas(64) LaneBlock {
   std::int32_t head[kLanes];
   /// Index of the relative-bias entry of each lane for the first token of `hull`. It is counted from the table of the
   /// first query head that shares the keys. Not set without relative biases.
-  std::int32_t place[kLanes];
+  std::int32_t bias_index[kLanes];
   int active;  ///< Number of lanes whose results are stored.
   Box hull;    ///< Bounding box of all tokens that at least one lane sees.
   Box core;    ///< Tokens that all lanes see.

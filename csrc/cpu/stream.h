@@ -162,12 +162,13 @@ NATTEN_JAX_INLINE void stream_boxes(const LaneBlock* blocks, std::int64_t count,
   }
 }
 
-/// Writes the addresses of the rows of a box to `list`, in the order of for_each_masked_row.
-NATTEN_JAX_INLINE void list_rows(const FloatRows& rows, const Box& box, const float** list) {
+/// Writes the addresses of the rows of a box to `addresses`, in the order of for_each_masked_row.
+NATTEN_JAX_INLINE void write_row_addresses(const FloatRows& rows, const Box& box, const float** addresses) {
   for (std::int64_t x = box.begin[0]; x < box.end[0]; ++x) {
     for (std::int64_t y = box.begin[1]; y < box.end[1]; ++y) {
       const float* line = rows.base + (x - rows.begin[0]) * rows.pitch[0] + (y - rows.begin[1]) * rows.pitch[1];
-      for (std::int64_t z = box.begin[2]; z < box.end[2]; ++z) *list++ = line + (z - rows.begin[2]) * rows.pitch[2];
+      for (std::int64_t z = box.begin[2]; z < box.end[2]; ++z)
+        *addresses++ = line + (z - rows.begin[2]) * rows.pitch[2];
     }
   }
 }

@@ -88,8 +88,8 @@ Error decode_tables(const AnyBuffer& relative_bias, xffi::Result<AnyBuffer> prod
                                   " additional tokens, but the kernels for small windows take either");
   }
   const auto dimensions = relative_bias.dimensions();
-  const bool is_of_all = dimensions.size() > 0 && dimensions.front() == 1;
-  call.arrays.relative_bias_tables = is_of_all ? 1 : p.batch;
+  const bool is_shared = dimensions.size() > 0 && dimensions.front() == 1;
+  call.arrays.relative_bias_tables = is_shared ? 1 : p.batch;
   NATTEN_JAX_RETURN_IF_ERROR(check_array("relative_bias", relative_bias, DataType::F32,
                                          {call.arrays.relative_bias_tables, p.heads, offset_table(p.axes).entries},
                                          "it holds a number for each head and offset, of one table for all batch "
@@ -117,8 +117,8 @@ Error decode_key_bias_of_kernels(const AnyBuffer& key_bias, Call& call) {
   Problem& p = call.problem;
   p.has_key_bias = key_bias.element_count() > 0;
   const auto dimensions = key_bias.dimensions();
-  const bool is_of_all = p.has_key_bias && dimensions.size() > 0 && dimensions.back() == 1;
-  call.arrays.key_bias_heads = is_of_all ? 1 : p.heads;
+  const bool is_shared = p.has_key_bias && dimensions.size() > 0 && dimensions.back() == 1;
+  call.arrays.key_bias_heads = is_shared ? 1 : p.heads;
   NATTEN_JAX_RETURN_IF_ERROR(check_key_bias("key_bias", key_bias, p, p.has_key_bias, call.arrays.key_bias_heads));
   if (p.has_key_bias) call.arrays.key_bias = static_cast<const float*>(key_bias.untyped_data());
   return Error::Success();

@@ -191,11 +191,11 @@ Error check_windows(const Axis (&axes)[kRank]) {
   return Error::Success();
 }
 
-/// Decodes the scale of the logits. If the array is empty, all heads have the scale `of_all`. Otherwise the array has
-/// the factors of each batch entry and head.
-Error decode_scales(const AnyBuffer& scales, Problem& p, float of_all) {
+/// Decodes the scale of the logits. If the array is empty, all heads have the scale `uniform_scale`. Otherwise the
+/// array has the factors of each batch entry and head.
+Error decode_scales(const AnyBuffer& scales, Problem& p, float uniform_scale) {
   const char* const rule = "it holds the factors of the logits and of the query gradient for each head, or nothing";
-  p.scale = {of_all, nullptr};
+  p.scale = {uniform_scale, nullptr};
   if (scales.element_count() == 0) return check_array("scales", scales, DataType::F32, {0}, rule);
   p.scale.heads = static_cast<const HeadScale*>(scales.untyped_data());
   return check_array("scales", scales, DataType::F32, {p.batch, p.heads, 2}, rule);

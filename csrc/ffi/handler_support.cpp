@@ -45,9 +45,9 @@ xffi::Error check_remainder(const char* name, const xffi::AnyBuffer& array, cons
 xffi::Error check_logsumexp_cotangent(const xffi::AnyBuffer* array, const Problem& p, const float*& values) {
   values = nullptr;
   if (array == nullptr) return xffi::Error::Success();
-  float* of_array = nullptr;
-  NATTEN_JAX_RETURN_IF_ERROR(check_remainder("logsumexp_cotangent", *array, p, of_array));
-  values = of_array;
+  float* array_values = nullptr;
+  NATTEN_JAX_RETURN_IF_ERROR(check_remainder("logsumexp_cotangent", *array, p, array_values));
+  values = array_values;
   return xffi::Error::Success();
 }
 
@@ -104,12 +104,12 @@ xffi::Error check_heads_of_gradients(const Problem& p) {
 
 xffi::Error check_gradients(const ProblemOperands& operands, const std::array<const xffi::AnyBuffer*, 5>& gradients) {
   constexpr const char* kNames[] = {"dquery", "dkey", "dvalue", "dadditional_keys", "dadditional_values"};
-  const xffi::AnyBuffer* of[] = {&operands.query, &operands.key, &operands.value, &operands.additional_keys,
-                                 &operands.additional_values};
+  const xffi::AnyBuffer* inputs[] = {&operands.query, &operands.key, &operands.value, &operands.additional_keys,
+                                     &operands.additional_values};
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     NATTEN_JAX_RETURN_IF_ERROR(check_alignment((std::string("result ") + kNames[i]).c_str(), *gradients[i]));
-    const auto actual = gradients[i]->dimensions(), expected = of[i]->dimensions();
-    if (gradients[i]->element_type() != of[i]->element_type() ||
+    const auto actual = gradients[i]->dimensions(), expected = inputs[i]->dimensions();
+    if (gradients[i]->element_type() != inputs[i]->element_type() ||
         !std::equal(actual.begin(), actual.end(), expected.begin(), expected.end())) {
       return xffi::Error::InvalidArgument(std::string("natten_jax: result ") + kNames[i] +
                                           " must have the shape and dtype of the operand that it is the gradient of");

@@ -108,13 +108,13 @@ Error sm80_delta(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumexp_cot
   return guarded([&]() -> Error {
     ElementType type{};
     NATTEN_JAX_RETURN_IF_ERROR(check_outputs(out, out_cotangent, type));
-    const float* of_logsumexp = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_logsumexp_cotangent(logsumexp_cotangent, out, of_logsumexp));
+    const float* cotangents = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_logsumexp_cotangent(logsumexp_cotangent, out, cotangents));
     NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("result delta", *delta, out));
     const auto rows = static_cast<std::int64_t>(delta->element_count());
     if (rows == 0) return Error::Success();
     return error_of(
-        status_of(launch_delta(type, out.untyped_data(), out_cotangent.untyped_data(), of_logsumexp,
+        status_of(launch_delta(type, out.untyped_data(), out_cotangent.untyped_data(), cotangents,
                                static_cast<float*>(delta->untyped_data()), rows, out.dimensions()[5], stream)));
   });
 }

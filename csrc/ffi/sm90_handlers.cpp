@@ -65,7 +65,7 @@ Error decode_output(const AnyBuffer& out_scales, Call& call) {
 
 /// Arguments of the target that supports key biases and separate layouts of batch entries. `entry_maps` is scratch
 /// memory for the tensor maps of these layouts.
-struct OfWholePass {
+struct WholePassArguments {
   AnyBuffer layouts, key_bias;
   Result entry_maps;
 };
@@ -76,7 +76,7 @@ struct OfWholePass {
 ///   whole: null if the target does not support key biases and separate layouts of batch entries.
 ///   earlier: null if the call does not continue earlier calls.
 ///   out_scales: null if elements have more than 8 bits.
-Error run_forward(const ProblemOperands& operands, OfWholePass* whole, const Earlier* earlier,
+Error run_forward(const ProblemOperands& operands, WholePassArguments* whole, const Earlier* earlier,
                   const AnyBuffer* out_scales, Results results, cudaStream_t stream,
                   const xffi::Dictionary& dictionary) {
   std::int64_t is_ping_pong = 0, is_persistent = 0;
@@ -107,7 +107,7 @@ Error run_forward(const ProblemOperands& operands, OfWholePass* whole, const Ear
 Error sm90_forward(const ProblemOperands& operands, AnyBuffer layouts, AnyBuffer key_bias, Result out, Result logsumexp,
                    Result remainder, Result next_tile, Result entry_maps, cudaStream_t stream,
                    xffi::Dictionary dictionary) {
-  OfWholePass whole{layouts, key_bias, entry_maps};
+  WholePassArguments whole{layouts, key_bias, entry_maps};
   return run_forward(operands, &whole, nullptr, nullptr, {{out, logsumexp, remainder}, next_tile}, stream, dictionary);
 }
 
@@ -200,8 +200,8 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
       return Error::InvalidArgument("natten_jax: out has dtype float32, but must have float16 or bfloat16");
     }
     NATTEN_JAX_RETURN_IF_ERROR(check_statistic_of_outputs("logsumexp", logsumexp, out));
-    const float* of_logsumexp = nullptr;
-    NATTEN_JAX_RETURN_IF_ERROR(decode_logsumexp_cotangent(logsumexp_cotangent, out, of_logsumexp));
+    const float* cotangents = nullptr;
+    NATTEN_JAX_RETURN_IF_ERROR(decode_logsumexp_cotangent(logsumexp_cotangent, out, cotangents));
     const auto shape = out.dimensions();
     NATTEN_JAX_RETURN_IF_ERROR(check_array("result statistics", *statistics, xffi::DataType::F32,
                                            {shape[0], shape[4], shape[1], shape[2], shape[3], 2},
@@ -213,8 +213,8 @@ Error sm90_statistics(AnyBuffer out, AnyBuffer out_cotangent, AnyBuffer logsumex
     if (statistics->element_count() == 0) return Error::Success();
     return error_of(status_of(launch_statistics(
         type, out.untyped_data(), out_cotangent.untyped_data(), static_cast<const float*>(logsumexp.untyped_data()),
-        of_logsumexp, static_cast<float*>(statistics->untyped_data()), shape[0], shape[1] * shape[2] * shape[3],
-        shape[4], shape[5], is_padded, stream)));
+        cotangents, static_cast<float*>(statistics->untyped_data()), shape[0], shape[1] * shape[2] * shape[3], shape[4],
+        shape[5], is_padded, stream)));
   });
 }
 

@@ -94,7 +94,7 @@ CUTE_DEVICE bool has_remainder(float logsumexp) {
 /// Copies a number to another register, without the compiler noticing that both numbers are equal. If two elements of
 /// an accumulator started with equal numbers, ptxas would keep them in one register, and copy it before each matrix
 /// instruction.
-CUTE_DEVICE float same_in_another_register(float x) {
+CUTE_DEVICE float opaque_copy(float x) {
   float copy;
   asm volatile("min.NaN.f32 %0, %1, 0f7f800000;" : "=f"(copy) : "f"(x));
   return copy;

@@ -21,16 +21,16 @@ struct GroupTokens {
   int local_length;  // number of local tokens
   int length;        // number of tokens in the global layout
 
-  CUTE_DEVICE static GroupTokens of_queries(const DeviceAxis& axis, const EntryAxis& entry, int group) {
-    return of_side(axis, group, entry.query_origin, entry.query_local_extent, entry.query_extent);
+  CUTE_DEVICE static GroupTokens for_queries(const DeviceAxis& axis, const EntryAxis& entry, int group) {
+    return for_side(axis, group, entry.query_origin, entry.query_local_extent, entry.query_extent);
   }
-  CUTE_DEVICE static GroupTokens of_keys(const DeviceAxis& axis, const EntryAxis& entry, int group) {
-    return of_side(axis, group, entry.kv_origin, entry.kv_local_extent, entry.kv_extent);
+  CUTE_DEVICE static GroupTokens for_keys(const DeviceAxis& axis, const EntryAxis& entry, int group) {
+    return for_side(axis, group, entry.kv_origin, entry.kv_local_extent, entry.kv_extent);
   }
 
  private:
-  CUTE_DEVICE static GroupTokens of_side(const DeviceAxis& axis, int group, Origin origin, int local_extent,
-                                         int extent) {
+  CUTE_DEVICE static GroupTokens for_side(const DeviceAxis& axis, int group, Origin origin, int local_extent,
+                                          int extent) {
     const bool is_before = group < origin.group;
     const int residue = group - origin.group + (is_before ? axis.dilation : 0);
     return {residue, origin.index + is_before, group_length(axis, local_extent, residue),
@@ -45,8 +45,8 @@ struct QueryAxisPlan {
   int kernel_size, stride;
 
   CUTE_DEVICE QueryAxisPlan(const DeviceAxis& axis, const EntryAxis& entry, int residue, int tile_index)
-      : query(GroupTokens::of_queries(axis, entry, group_of(axis, residue, entry.query_origin))),
-        kv(GroupTokens::of_keys(axis, entry, group_of(axis, residue, entry.query_origin))),
+      : query(GroupTokens::for_queries(axis, entry, group_of(axis, residue, entry.query_origin))),
+        kv(GroupTokens::for_keys(axis, entry, group_of(axis, residue, entry.query_origin))),
         q_begin(tile_index * axis.q_tile),
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
@@ -56,7 +56,7 @@ struct QueryAxisPlan {
   /// bounds are clamped, so that ranges do not overflow if an origin places queries far outside the layout.
   ///
   /// `is_plain`: see EntryWindows.
-  CUTE_DEVICE int2 seen(const DeviceAxis& axis, int coordinate, bool is_plain = false) const {
+  CUTE_DEVICE int2 visible_keys(const DeviceAxis& axis, int coordinate, bool is_plain = false) const {
     const int index = min(q_begin + coordinate, query.local_length - 1) + query.shift;
     const EntryWindows windows(axis, kernel_size, stride, is_plain);
     const auto window = window_bounds(windows, index, kv.length);
@@ -73,8 +73,8 @@ struct KeyAxisPlan {
   int kernel_size, stride;
 
   CUTE_DEVICE KeyAxisPlan(const DeviceAxis& axis, const EntryAxis& entry, int residue, int tile_index)
-      : query(GroupTokens::of_queries(axis, entry, group_of(axis, residue, entry.kv_origin))),
-        kv(GroupTokens::of_keys(axis, entry, group_of(axis, residue, entry.kv_origin))),
+      : query(GroupTokens::for_queries(axis, entry, group_of(axis, residue, entry.kv_origin))),
+        kv(GroupTokens::for_keys(axis, entry, group_of(axis, residue, entry.kv_origin))),
         kv_begin(tile_index * axis.kv_tile),
         first(max(kv_begin, -kv.shift)),
         last(min(min(kv_begin + axis.kv_tile, kv.local_length), kv.length - kv.shift) - 1),
@@ -90,9 +90,9 @@ struct KeyAxisPlan {
     return first == kv_begin && last == kv_begin + axis.kv_tile - 1;
   }
 
-  /// Range of local queries that attend to a local key. Its bounds are clamped as in QueryAxisPlan::seen. It is empty
-  /// if the key lies outside the array or the layout.
-  CUTE_DEVICE int2 seen_by(const DeviceAxis& axis, int key, bool is_plain = false) const {
+  /// Range of local queries that attend to a local key. Its bounds are clamped as in QueryAxisPlan::visible_keys. It is
+  /// empty if the key lies outside the array or the layout.
+  CUTE_DEVICE int2 attending_queries(const DeviceAxis& axis, int key, bool is_plain = false) const {
     if (key < first || key > last) return make_int2(0, 0);
     const EntryWindows own = windows(axis, is_plain);
     const auto window = inverse_window_bounds(own, key + kv.shift, query.length, kv.length);

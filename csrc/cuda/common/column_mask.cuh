@@ -36,8 +36,8 @@ struct BoxMask {
     // Lane i computes the bit of element i of a row, in the masks of threads whose lane number modulo 4 is `lane4`.
     const int lane = threadIdx.x % 32, lane4 = warp % 4;
     const int column = 8 * (lane / 2) + 2 * lane4 + lane % 2;
-    const bool is_whole = boxes == nullptr || !boxes->go_around;
-    const int3 at = is_whole ? place_in_tile<kByTile>(axis, column) : place_in_boxes(*boxes, column);
+    const bool is_whole = boxes == nullptr || !boxes->has_seams;
+    const int3 at = is_whole ? position_in_tile<kByTile>(axis, column) : position_in_boxes(*boxes, column);
 #pragma unroll 1
     for (int d = 0; d < 3; ++d) {
       const int coordinate = d == 0 ? at.x : d == 1 ? at.y : at.z;
@@ -73,8 +73,8 @@ struct BoxMask {
 
  private:
   CUTE_DEVICE std::uint32_t between(int d, int extent, int begin, int end, int lane4) const {
-    const std::uint32_t* of_axis = words + offset[d] + lane4;
-    return of_axis[4 * min(max(end, 0), extent)] & ~of_axis[4 * min(max(begin, 0), extent)];
+    const std::uint32_t* axis_words = words + offset[d] + lane4;
+    return axis_words[4 * min(max(end, 0), extent)] & ~axis_words[4 * min(max(begin, 0), extent)];
   }
 };
 

@@ -34,7 +34,7 @@ struct DeviceAxis {
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return by_dilation.divide(extent); }
   /// If the dimension wraps, maps an index outside it to the index of the same token inside. The index must lie at most
   /// one length outside. If the dimension does not wrap, returns the index.
-  CUTLASS_HOST_DEVICE int around(int index) const {
+  CUTLASS_HOST_DEVICE int wrap_index(int index) const {
     if (ends != Ends::kWrap) return index;
     return index < 0 ? index + kv_group_tokens : index >= kv_group_tokens ? index - kv_group_tokens : index;
   }
@@ -45,7 +45,7 @@ struct DeviceAxis {
 /// Position in a tile of its `i`th token. Tokens are numbered with the last dimension fastest. `kByTile` divides by the
 /// extent of a tile.
 template <cutlass::FastDivmod DeviceAxis::* kByTile>
-CUTLASS_HOST_DEVICE int3 place_in_tile(const DeviceAxis (&axis)[3], int i) {
+CUTLASS_HOST_DEVICE int3 position_in_tile(const DeviceAxis (&axis)[3], int i) {
   int3 at;
   int line;
   (axis[2].*kByTile)(line, at.z, i);

@@ -69,34 +69,34 @@ class EntryLayout {
   ///   layouts: [batch, 3, 3]: query origin, query extents and key/value extents of each entry. Null: all entries have
   ///     the layout of the launch.
   ///   batch: the batch entry.
-  CUTE_DEVICE EntryLayout(const std::int32_t* layouts, int batch) : is_own_(layouts != nullptr) {
+  CUTE_DEVICE EntryLayout(const std::int32_t* layouts, int batch) : is_separate_(layouts != nullptr) {
     const int lane = min(static_cast<int>(threadIdx.x % 32), kNumbers - 1);
-    if (is_own_) of_lane_ = load_written(layouts + batch * kNumbers + lane);
+    if (is_separate_) lane_number_ = load_written(layouts + batch * kNumbers + lane);
   }
 
   /// Copy in shared memory of the last layout that a warp has loaded. `entry` must be initialised to a negative number.
-  struct Kept {
+  struct Cache {
     int numbers[kRank * kRank];
     int entry;
   };
 
-  /// Reads the layout of a batch entry from `kept`. If `kept` contains the layout of another entry, loads the layout
-  /// from global memory and copies it to `kept`. Warp-collective.
-  CUTE_DEVICE EntryLayout(const std::int32_t* layouts, int batch, Kept& kept) : is_own_(true) {
+  /// Reads the layout of a batch entry from `cache`. If `cache` contains the layout of another entry, loads the layout
+  /// from global memory and copies it to `cache`. Warp-collective.
+  CUTE_DEVICE EntryLayout(const std::int32_t* layouts, int batch, Cache& cache) : is_separate_(true) {
     const int lane = min(static_cast<int>(threadIdx.x % 32), kNumbers - 1);
-    if (kept.entry == batch) {
-      of_lane_ = kept.numbers[lane];
+    if (cache.entry == batch) {
+      lane_number_ = cache.numbers[lane];
     } else {
-      of_lane_ = load_written(layouts + batch * kNumbers + lane);
+      lane_number_ = load_written(layouts + batch * kNumbers + lane);
       __syncwarp();
-      kept.numbers[lane] = of_lane_;
-      kept.entry = batch;
+      cache.numbers[lane] = lane_number_;
+      cache.entry = batch;
     }
     __syncwarp();
   }
 
   /// True if the entry has a separate layout, instead of the layout of the launch.
-  CUTE_DEVICE bool is_own() const { return is_own_; }
+  CUTE_DEVICE bool is_separate() const { return is_separate_; }
 
   CUTE_DEVICE int query_origin(int dimension) const { return number(0, dimension); }
   CUTE_DEVICE int query_extent(int dimension) const { return number(1, dimension); }
@@ -104,13 +104,13 @@ class EntryLayout {
 
  private:
   CUTE_DEVICE int number(int row, int dimension) const {
-    return __shfl_sync(0xffffffffu, of_lane_, row * kRank + dimension);
+    return __shfl_sync(0xffffffffu, lane_number_, row * kRank + dimension);
   }
 
   static constexpr int kNumbers = kRank * kRank;
 
-  bool is_own_ = false;
-  int of_lane_ = 0;
+  bool is_separate_ = false;
+  int lane_number_ = 0;
 };
 
 /// Numbers of a dimension that may differ between batch entries.

@@ -34,12 +34,12 @@ __device__ float2 to_floats(float2 pair) {
 template <class Element>
 __device__ float dot(uint4 a, uint4 b) {
   using Pair = typename ElementTraits<Element>::Pair;
-  const auto* of_a = reinterpret_cast<const Pair*>(&a);
-  const auto* of_b = reinterpret_cast<const Pair*>(&b);
+  const auto* a_pairs = reinterpret_cast<const Pair*>(&a);
+  const auto* b_pairs = reinterpret_cast<const Pair*>(&b);
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(uint4) / sizeof(Pair)); ++i) {
-    const float2 x = to_floats(of_a[i]), y = to_floats(of_b[i]);
+    const float2 x = to_floats(a_pairs[i]), y = to_floats(b_pairs[i]);
     sum += x.x * y.x + x.y * y.y;
   }
   return sum;
@@ -62,17 +62,17 @@ struct Rows {
 
   Rows(std::int64_t tokens, std::int64_t heads) : tokens(tokens), heads(heads), by_tokens(tokens), by_heads(heads) {}
 
-  struct Place {
+  struct Position {
     std::int64_t batch, head, token;
   };
-  __device__ Place place(std::int64_t row) const {
+  __device__ Position position(std::int64_t row) const {
     const std::int64_t in_batch = by_heads.divide(row), head = row - in_batch * heads;
     const std::int64_t batch = by_tokens.divide(in_batch), token = in_batch - batch * tokens;
     return {batch, head, token};
   }
 
   /// Index of a row in an array [batch, heads, tokens, head_dim].
-  __device__ std::int64_t heads_first(const Place& at) const {
+  __device__ std::int64_t heads_first(const Position& at) const {
     return (at.batch * heads + at.head) * tokens + at.token;
   }
 };
@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kThreads)
   allow_next_kernel();
   constexpr int kBlockRows = kThreads / kLanes;  // at once
   const int lane = threadIdx.x % kLanes;
-  const std::int64_t of_block = kBlockRows * kUnrolled;
-  for (std::int64_t first = blockIdx.x * of_block; first < all_rows; first += gridDim.x * of_block) {
+  const std::int64_t rows_per_block = kBlockRows * kUnrolled;
+  for (std::int64_t first = blockIdx.x * rows_per_block; first < all_rows; first += gridDim.x * rows_per_block) {
     const std::int64_t own = first + threadIdx.x / kLanes;
     uint4 a[kUnrolled], b[kUnrolled];
     // With padding, check all rows of the thread before loading the first one.
@@ -109,12 +109,12 @@ __global__ void __launch_bounds__(kThreads)
     float sum = 0.f;  // for the row whose statistics this thread writes
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
-      const float of_row = sum_of_row<kLanes>(dot<Element>(a[i], b[i]));
-      if (lane == i) sum = of_row;
+      const float row_sum = sum_of_row<kLanes>(dot<Element>(a[i], b[i]));
+      if (lane == i) sum = row_sum;
     }
     const std::int64_t row = own + lane * kBlockRows;
     if (lane < kUnrolled && row < all_rows) {
-      statistics[rows.heads_first(rows.place(row))] = make_float2(
+      statistics[rows.heads_first(rows.position(row))] = make_float2(
           base2_logsumexp(logsumexp[row]), sum - (logsumexp_cotangent == nullptr ? 0.f : logsumexp_cotangent[row]));
     }
   }
@@ -142,19 +142,20 @@ __global__ void __launch_bounds__(kThreads, 8)
   }
 }
 
-/// Scales sums and rounds them to elements of the gradient. `of_rows`: with padding, statistics of the rows, in the
-/// order of the sums; otherwise null. If the logsumexp of a row is -infinity, its sums are undefined, and its gradient
-/// is zero.
+/// Scales sums and rounds them to elements of the gradient. `row_statistics`: with padding, statistics of the rows, in
+/// the order of the sums; otherwise null. If the logsumexp of a row is -infinity, its sums are undefined, and its
+/// gradient is zero.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    natten_jax_convert_gradient(const float4* sums, const float2* of_rows, const __grid_constant__ Scale scales,
+    natten_jax_convert_gradient(const float4* sums, const float2* row_statistics, const __grid_constant__ Scale scales,
                                 uint4* gradient, const __grid_constant__ Rows rows, std::int64_t all_chunks,
                                 std::int64_t all_heads, int chunks,
                                 const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
   wait_for_previous_kernel();
   allow_next_kernel();  // the next kernel fills only padding of other gradients
-  const std::int64_t of_block = kThreads * kUnrolled;
-  for (std::int64_t first = blockIdx.x * of_block + threadIdx.x; first < all_chunks; first += gridDim.x * of_block) {
+  const std::int64_t chunks_per_block = kThreads * kUnrolled;
+  for (std::int64_t first = blockIdx.x * chunks_per_block + threadIdx.x; first < all_chunks;
+       first += gridDim.x * chunks_per_block) {
     float4 low[kUnrolled], high[kUnrolled];
     std::int64_t from[kUnrolled], to[kUnrolled];
     float scale[kUnrolled];
@@ -163,14 +164,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) {
       const std::int64_t at = first + i * kThreads, row = by_chunks.divide(at), chunk = at - row * chunks;
-      const auto place = rows.place(row);
-      const std::int64_t from_row = rows.heads_first(place);
+      const auto position = rows.position(row);
+      const std::int64_t from_row = rows.heads_first(position);
       from[i] = from_row * chunks + chunk;
       to[i] = (row + rows.by_heads.divide(row) * (all_heads - rows.heads)) * chunks + chunk;
       has_sums[i] = at < all_chunks;
       if (has_sums[i]) {
-        scale[i] = scales.of(place.batch * all_heads + place.head).query_gradient;
-        if (of_rows != nullptr) has_sums[i] = of_rows[from_row].x != -INFINITY;
+        scale[i] = scales.for_head(position.batch * all_heads + position.head).query_gradient;
+        if (row_statistics != nullptr) has_sums[i] = row_statistics[from_row].x != -INFINITY;
       }
     }
 #pragma unroll
@@ -195,19 +196,20 @@ __global__ void __launch_bounds__(kThreads)
 /// written, and does not wait for these kernels. If it could start earlier, those kernels might still be writing.
 ///
 /// Args:
-///   of_rows: with padding, statistics of the first `all_rows` rows: rows with a logsumexp of -infinity stay unchanged.
+///   row_statistics: with padding, statistics of the first `all_rows` rows: rows with a logsumexp of -infinity stay
+///   unchanged.
 ///     Null without padding.
 __global__ void __launch_bounds__(kThreads)
-    natten_jax_clear(float* elements, std::int64_t quads, std::int64_t number, const float2* of_rows,
+    natten_jax_clear(float* elements, std::int64_t quads, std::int64_t number, const float2* row_statistics,
                      std::int64_t all_rows, const __grid_constant__ cutlass::FastDivmodU64 by_row_quads) {
   wait_for_previous_kernel();
   allow_next_kernel();
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kThreads;
   for (std::int64_t i = first; i < quads; i += step) {
-    if (of_rows != nullptr) {
+    if (row_statistics != nullptr) {
       const std::int64_t row = by_row_quads.divide(i);
-      if (row < all_rows && of_rows[row].x == -INFINITY) continue;
+      if (row < all_rows && row_statistics[row].x == -INFINITY) continue;
     }
     reinterpret_cast<float4*>(elements)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
@@ -263,27 +265,28 @@ cudaError_t launch_delta(ElementType type, const void* out, const void* out_cota
       type, cudaErrorInvalidValue, launch_for);
 }
 
-cudaError_t launch_convert_gradient(ElementType type, const float* sums, const float* of_rows, const Scale& scale,
-                                    void* gradient, std::int64_t batch, std::int64_t tokens, std::int64_t heads,
-                                    std::int64_t all_heads, std::int64_t head_dim, bool overlaps, cudaStream_t stream) {
+cudaError_t launch_convert_gradient(ElementType type, const float* sums, const float* row_statistics,
+                                    const Scale& scale, void* gradient, std::int64_t batch, std::int64_t tokens,
+                                    std::int64_t heads, std::int64_t all_heads, std::int64_t head_dim, bool overlaps,
+                                    cudaStream_t stream) {
   const int chunks = static_cast<int>(head_dim / kElements);
   const std::int64_t all_chunks = batch * tokens * heads * chunks;
   return with_half_type(type, cudaErrorInvalidValue, [&](auto element_type) {
     return launch(natten_jax_convert_gradient<ElementOf<element_type>>,
                   {unrolled_blocks_for(all_chunks), kThreads, 0, stream, overlaps},
-                  reinterpret_cast<const float4*>(sums), reinterpret_cast<const float2*>(of_rows), scale,
+                  reinterpret_cast<const float4*>(sums), reinterpret_cast<const float2*>(row_statistics), scale,
                   static_cast<uint4*>(gradient), Rows(tokens, heads), all_chunks, all_heads, chunks,
                   cutlass::FastDivmodU64(chunks));
   });
 }
 
-cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream, const float* of_rows,
+cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream, const float* row_statistics,
                          std::int64_t rows, std::int64_t row_elements) {
   const bool is_aligned = reinterpret_cast<std::uintptr_t>(elements) % sizeof(float4) == 0;
   const std::int64_t quads = is_aligned ? number / 4 : 0;
   const int blocks = std::min(blocks_for((number + 3) / 4), kClearingBlocks);
   return launch(natten_jax_clear, {blocks, kThreads, 0, stream, true}, elements, quads, number,
-                reinterpret_cast<const float2*>(of_rows), rows, cutlass::FastDivmodU64(row_elements / 4));
+                reinterpret_cast<const float2*>(row_statistics), rows, cutlass::FastDivmodU64(row_elements / 4));
 }
 
 }  // namespace natten_jax

@@ -38,23 +38,24 @@ cudaError_t launch_delta(ElementType type, const void* out, const void* out_cota
 ///
 /// Args:
 ///   type: element type of `gradient`. It must have 16 bits.
-///   of_rows: with padding, the results of `launch_statistics`, in the order of the sums; otherwise null. If the
+///   row_statistics: with padding, the results of `launch_statistics`, in the order of the sums; otherwise null. If the
 ///     logsumexp of a row is -infinity, its sums are undefined, and its gradient is zero.
 ///   gradient: address of the first head that is written.
 ///   head_dim: a multiple of 8.
 ///   overlaps: true if the kernel may start before the previous kernel has ended. Requires compute capability 9.0.
-cudaError_t launch_convert_gradient(ElementType type, const float* sums, const float* of_rows, const Scale& scale,
-                                    void* gradient, std::int64_t batch, std::int64_t tokens, std::int64_t heads,
-                                    std::int64_t all_heads, std::int64_t head_dim, bool overlaps, cudaStream_t stream);
+cudaError_t launch_convert_gradient(ElementType type, const float* sums, const float* row_statistics,
+                                    const Scale& scale, void* gradient, std::int64_t batch, std::int64_t tokens,
+                                    std::int64_t heads, std::int64_t all_heads, std::int64_t head_dim, bool overlaps,
+                                    cudaStream_t stream);
 
 /// Fills elements with zeros. The kernel may overlap with the previous and the next kernel, which requires compute
 /// capability 9.0.
 ///
 /// Args:
-///   of_rows: as in `launch_convert_gradient`, for the first `rows` rows. Rows with a logsumexp of -infinity stay
-///     unchanged.
+///   row_statistics: as in `launch_convert_gradient`, for the first `rows` rows. Rows with a logsumexp of -infinity
+///     stay unchanged.
 ///   row_elements: number of elements per row; a multiple of 8.
-cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream, const float* of_rows = nullptr,
-                         std::int64_t rows = 0, std::int64_t row_elements = 8);
+cudaError_t launch_clear(float* elements, std::int64_t number, cudaStream_t stream,
+                         const float* row_statistics = nullptr, std::int64_t rows = 0, std::int64_t row_elements = 8);
 
 }  // namespace natten_jax

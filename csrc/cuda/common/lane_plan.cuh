@@ -9,19 +9,19 @@
 namespace natten_jax {
 
 /// Broadcasts a value of one lane to the warp.
-CUTE_DEVICE int of_lane(int value, int lane) {
+CUTE_DEVICE int broadcast_lane(int value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-CUTE_DEVICE GroupTokens of_lane(GroupTokens tokens, int lane) {
-  return {of_lane(tokens.residue, lane), of_lane(tokens.shift, lane), of_lane(tokens.local_length, lane),
-          of_lane(tokens.length, lane)};
+CUTE_DEVICE GroupTokens broadcast_lane(GroupTokens tokens, int lane) {
+  return {broadcast_lane(tokens.residue, lane), broadcast_lane(tokens.shift, lane),
+          broadcast_lane(tokens.local_length, lane), broadcast_lane(tokens.length, lane)};
 }
-CUTE_DEVICE QueryAxisPlan of_lane(QueryAxisPlan plan, int lane) {
-  plan.query = of_lane(plan.query, lane);
-  plan.kv = of_lane(plan.kv, lane);
-  plan.q_begin = of_lane(plan.q_begin, lane);
-  plan.kernel_size = of_lane(plan.kernel_size, lane);
-  plan.stride = of_lane(plan.stride, lane);
+CUTE_DEVICE QueryAxisPlan broadcast_lane(QueryAxisPlan plan, int lane) {
+  plan.query = broadcast_lane(plan.query, lane);
+  plan.kv = broadcast_lane(plan.kv, lane);
+  plan.q_begin = broadcast_lane(plan.q_begin, lane);
+  plan.kernel_size = broadcast_lane(plan.kernel_size, lane);
+  plan.stride = broadcast_lane(plan.stride, lane);
   return plan;
 }
 
@@ -32,19 +32,20 @@ CUTE_DEVICE int planned_dimension() {
 
 /// Index of a token in its batch entry. `coordinate` is the token's coordinate in the dimension that this lane plans.
 CUTE_DEVICE int token_number(int coordinate, int y_extent, int z_extent) {
-  return (of_lane(coordinate, 0) * y_extent + of_lane(coordinate, 1)) * z_extent + of_lane(coordinate, 2);
+  return (broadcast_lane(coordinate, 0) * y_extent + broadcast_lane(coordinate, 1)) * z_extent +
+         broadcast_lane(coordinate, 2);
 }
 
 /// Plan of a query tile in the dimension that this lane plans.
 ///
 /// Args:
 ///   axis: axes of the launch.
-///   place: position of the tile.
+///   position: position of the tile.
 ///   entry: the lane's dimension of the tile's batch entry.
-CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace& place, const EntryAxis& entry) {
+CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePosition& position, const EntryAxis& entry) {
   const int d = planned_dimension();
-  const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
-  const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
+  const int index = d == 0 ? position.index[0] : d == 1 ? position.index[1] : position.index[2];
+  const int residue = d == 0 ? position.residue[0] : d == 1 ? position.residue[1] : position.residue[2];
   return QueryAxisPlan(axis[d], entry, residue, QueryTileSchedule::latest_first(axis[d], index));
 }
 
@@ -54,16 +55,16 @@ CUTE_DEVICE QueryAxisPlan plan_axis(const DeviceAxis (&axis)[3], const TilePlace
 /// `kIsPlain`: see EntryWindows.
 template <bool kIsPlain, class Params>
 CUTE_DEVICE QueryAxisPlan plan_axis(const Params& p, int tile, int& batch, int& head) {
-  const TilePlace place = p.schedule.place(p.axis, tile);
-  batch = place.batch;
-  head = place.head;
+  const TilePosition position = p.schedule.locate(p.axis, tile);
+  batch = position.batch;
+  head = position.head;
   const int d = planned_dimension(), dilation = p.axis[d].dilation;
   if (!kIsPlain && p.layouts != nullptr) {
-    return plan_axis(p.axis, place, EntryAxis(p.axis[d], EntryLayout(p.layouts, batch), d));
+    return plan_axis(p.axis, position, EntryAxis(p.axis[d], EntryLayout(p.layouts, batch), d));
   }
   const Origin query_origin = Origin::load(p.origins, d, dilation),
                kv_origin = Origin::load(p.origins, 3 + d, dilation);
-  return plan_axis(p.axis, place, EntryAxis(p.axis[d], query_origin, kv_origin));
+  return plan_axis(p.axis, position, EntryAxis(p.axis[d], query_origin, kv_origin));
 }
 
 }  // namespace natten_jax

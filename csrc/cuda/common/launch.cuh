@@ -20,7 +20,7 @@ struct LaunchShape {
   cudaStream_t stream;
   /// PDL: the kernel starts when the previous kernel allows it. Every kernel with this flag must call
   /// `wait_for_previous_kernel`. Before this call, it must not read what the previous kernel writes. It must not write
-  /// either (FillTime::kBeside of padding.h is an exception).
+  /// either (FillTime::kOverlapping of padding.h is an exception).
   bool overlaps = false;
 };
 

@@ -45,16 +45,16 @@ CUTE_DEVICE void fill(char* begin, const char* end, Word word) {
 /// Numbers of segments of an array: per line, per batch entry, and in total. A line consists of the tokens along the
 /// last dimension.
 struct Segments {
-  int of_line;
-  std::int64_t of_entry, all;
+  int per_line;
+  std::int64_t per_entry, all;
 
   CUTLASS_HOST_DEVICE Segments(const Padding& p, const PaddedArray& array) {
     const auto extent = [&](int d) {
       return array.has_queries ? p.axis[d].query_local_extent : p.axis[d].kv_local_extent;
     };
-    of_line = (extent(2) + array.segment - 1) / array.segment;
-    of_entry = std::int64_t{extent(0)} * extent(1) * of_line;
-    all = of_entry * p.batch;
+    per_line = (extent(2) + array.segment - 1) / array.segment;
+    per_entry = std::int64_t{extent(0)} * extent(1) * per_line;
+    all = per_entry * p.batch;
   }
 };
 
@@ -69,8 +69,8 @@ CUTE_DEVICE void fill_segments(const Padding& p) {
   const std::int64_t step = std::int64_t{array.blocks} * kWarps;
   for (std::int64_t i = std::int64_t{blockIdx.x - array.first_block} * kWarps + threadIdx.x / 32; i < segments.all;
        i += step) {
-    const int batch = static_cast<int>(i / segments.of_entry),
-              of_entry = static_cast<int>(i - batch * segments.of_entry);
+    const int batch = static_cast<int>(i / segments.per_entry),
+              entry_segment = static_cast<int>(i - batch * segments.per_entry);
     int extent[kRank], real[kRank];
     const EntryLayout layout(p.layouts, batch);
     for (int d = 0; d < kRank; ++d) {
@@ -78,8 +78,8 @@ CUTE_DEVICE void fill_segments(const Padding& p) {
       extent[d] = array.has_queries ? p.axis[d].query_local_extent : p.axis[d].kv_local_extent;
       real[d] = array.has_queries ? entry.query_local_extent : entry.kv_local_extent;
     }
-    const int line = of_entry / segments.of_line, x = line / extent[1], y = line - x * extent[1];
-    int begin = (of_entry - line * segments.of_line) * array.segment;
+    const int line = entry_segment / segments.per_line, x = line / extent[1], y = line - x * extent[1];
+    int begin = (entry_segment - line * segments.per_line) * array.segment;
     const int end = min(begin + array.segment, extent[2]);
     if (x < real[0] && y < real[1]) begin = max(begin, real[2]);
     if (begin >= end) continue;

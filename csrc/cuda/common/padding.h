@@ -18,7 +18,7 @@ enum class FillTime {
   kAfter,
   /// Starts while the previous kernel runs. That kernel must allow this, and must not write padding. All other kernels
   /// that access the padding must have ended by then.
-  kBeside,
+  kOverlapping,
   /// PDL: waits until the previous kernel has ended, and then lets the next kernel start. So the next kernel can read
   /// the results of the previous kernel.
   kBetween,

@@ -6,15 +6,15 @@
 namespace natten_jax {
 
 /// Sum of a row, given the partial sum of each of its four lanes.
-CUTE_DEVICE float sum_of_row(float of_lane) {
-  of_lane += __shfl_xor_sync(0xffffffffu, of_lane, 1);
-  return of_lane + __shfl_xor_sync(0xffffffffu, of_lane, 2);
+CUTE_DEVICE float sum_of_row(float lane_sum) {
+  lane_sum += __shfl_xor_sync(0xffffffffu, lane_sum, 1);
+  return lane_sum + __shfl_xor_sync(0xffffffffu, lane_sum, 2);
 }
 
 /// Maximum of a row, given the maximum of each of its four lanes.
-CUTE_DEVICE float largest_of_row(float of_lane) {
-  of_lane = fmaxf(of_lane, __shfl_xor_sync(0xffffffffu, of_lane, 1));
-  return fmaxf(of_lane, __shfl_xor_sync(0xffffffffu, of_lane, 2));
+CUTE_DEVICE float largest_of_row(float lane_maximum) {
+  lane_maximum = fmaxf(lane_maximum, __shfl_xor_sync(0xffffffffu, lane_maximum, 1));
+  return fmaxf(lane_maximum, __shfl_xor_sync(0xffffffffu, lane_maximum, 2));
 }
 
 /// Factor that normalises the output of a row, given the sum of its weights. If the row has no keys, sum and factor are

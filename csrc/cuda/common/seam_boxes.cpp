@@ -8,7 +8,7 @@ namespace {
 
 /// Number of boxes that can be loaded while the previous tile is computed. If a tile has more boxes, loads take longer
 /// than the computation.
-constexpr double kBoxesMeanwhile = 3;
+constexpr double kOverlappedBoxes = 3;
 
 /// A possible extent of boxes along a dimension. No box may cross a seam (the end of a dimension that wraps), so a pass
 /// may need more tiles: `tiles` is the number of tiles relative to a dimension without seams.
@@ -44,14 +44,14 @@ std::vector<Candidate> candidates(const Axis& axis, std::int64_t tile, std::int6
 
 SeamBoxes choose_seam_boxes(const Problem& problem, const std::int64_t (&tile)[kRank],
                             const std::int64_t (&outer)[kRank]) {
-  std::vector<Candidate> of_axis[kRank];
-  for (int d = 0; d < kRank; ++d) of_axis[d] = candidates(problem.axes[d], tile[d], outer[d]);
+  std::vector<Candidate> axis_candidates[kRank];
+  for (int d = 0; d < kRank; ++d) axis_candidates[d] = candidates(problem.axes[d], tile[d], outer[d]);
   SeamBoxes best{{tile[0], tile[1], tile[2]}, -1};
-  for (const Candidate& x : of_axis[0]) {
-    for (const Candidate& y : of_axis[1]) {
-      for (const Candidate& z : of_axis[2]) {
+  for (const Candidate& x : axis_candidates[0]) {
+    for (const Candidate& y : axis_candidates[1]) {
+      for (const Candidate& z : axis_candidates[2]) {
         const auto boxes = static_cast<double>(tile[0] / x.box * (tile[1] / y.box) * (tile[2] / z.box));
-        const double times = x.tiles * y.tiles * z.tiles * std::max(boxes / kBoxesMeanwhile, 1.);
+        const double times = x.tiles * y.tiles * z.tiles * std::max(boxes / kOverlappedBoxes, 1.);
         if (best.times < 0 || times < best.times) best = {{x.box, y.box, z.box}, times};
       }
     }

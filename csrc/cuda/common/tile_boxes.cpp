@@ -7,7 +7,7 @@ namespace natten_jax {
 TileBoxes boxes_of_tiles(const Problem& problem, const std::int64_t (&tile)[kRank],
                          const std::int64_t (&outer)[kRank]) {
   TileBoxes result{};
-  result.go_around = wraps(problem);
+  result.has_seams = wraps(problem);
   const SeamBoxes boxes = choose_seam_boxes(problem, tile, outer);
   const auto& box = boxes.extent;
   result.tokens = static_cast<int>(box[0] * box[1] * box[2]);

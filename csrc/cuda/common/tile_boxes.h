@@ -15,7 +15,7 @@ inline constexpr int kMostBoxes = 128;
 
 /// Division of a tile into boxes.
 struct TileBoxes {
-  bool go_around;            ///< True if a dimension wraps. Otherwise, a tile is one box.
+  bool has_seams;            ///< True if a dimension wraps. Otherwise, a tile is one box.
   int count;                 ///< Number of boxes of a tile.
   int tokens;                ///< Number of tokens of a box.
   int extent[3];             ///< Extents of a box.
@@ -23,7 +23,7 @@ struct TileBoxes {
 };
 
 /// Position of the `i`th token of a tile, in the order in which tokens are stored.
-CUTLASS_HOST_DEVICE int3 place_in_boxes(const TileBoxes& boxes, int i) {
+CUTLASS_HOST_DEVICE int3 position_in_boxes(const TileBoxes& boxes, int i) {
   const int box = i / boxes.tokens, in_box = i - box * boxes.tokens, line = in_box / boxes.extent[2];
   // Tokens past the last box get a position outside the tile.
   const uchar4 begin = box < boxes.count ? boxes.begin[box] : make_uchar4(255, 0, 0, 0);

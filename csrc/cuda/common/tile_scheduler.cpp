@@ -34,11 +34,11 @@ int heads_per_query_block(const Problem& problem) {
   return best;
 }
 
-/// Number of heads whose key/value tiles are interleaved. It is two if tiles take turns to add to the query gradient.
-/// Only half of the tiles then wait for one another, which saves up to 11% of the time (docs/kernels-hopper.md). Causal
-/// problems would gain nothing from interleaving, and have more L2 misses.
-int heads_per_key_block(const Problem& problem, bool takes_turns) {
-  return takes_turns && !is_causal(problem) && problem.heads_kv % 2 == 0 ? 2 : 1;
+/// Number of heads whose key/value tiles are interleaved. It is two if tiles add to the query gradient in a fixed
+/// order. Only half of the tiles then wait for one another, which saves up to 11% of the time (docs/kernels-hopper.md).
+/// Causal problems would gain nothing from interleaving, and have more L2 misses.
+int heads_per_key_block(const Problem& problem, bool is_ordered) {
+  return is_ordered && !is_causal(problem) && problem.heads_kv % 2 == 0 ? 2 : 1;
 }
 
 /// Number of length classes. The length of a key/value tile is its number of query tiles. There are eight classes
@@ -55,16 +55,16 @@ int length_class(std::int64_t q_tiles) {
 /// group.
 std::vector<std::int64_t> count_q_tiles(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
   const Window& w = axis.window;
-  const auto of_group = [&](std::int64_t extent) { return group_length<Window, std::int64_t>(w, extent, 0); };
-  const std::int64_t keys = of_group(axis.kv.local_extent), queries = of_group(axis.query.local_extent);
-  const auto seen_by = [&](std::int64_t key) {
-    return inverse_window_bounds(w, key, of_group(axis.query.extent), of_group(axis.kv.extent));
+  const auto group_tokens = [&](std::int64_t extent) { return group_length<Window, std::int64_t>(w, extent, 0); };
+  const std::int64_t keys = group_tokens(axis.kv.local_extent), queries = group_tokens(axis.query.local_extent);
+  const auto attending_queries = [&](std::int64_t key) {
+    return inverse_window_bounds(w, key, group_tokens(axis.query.extent), group_tokens(axis.kv.extent));
   };
   std::vector<std::int64_t> q_tiles;
   for (std::int64_t first = 0; first < keys; first += kv_tile) {
     const std::int64_t last = std::min(first + kv_tile, keys) - 1;
-    const std::int64_t end = seen_by(last).end;
-    const std::int64_t hull = (w.ends == Ends::kWrap ? end : std::min(end, queries)) - seen_by(first).begin;
+    const std::int64_t end = attending_queries(last).end;
+    const std::int64_t hull = (w.ends == Ends::kWrap ? end : std::min(end, queries)) - attending_queries(first).begin;
     q_tiles.push_back((std::max<std::int64_t>(hull, 0) + q_tile - 1) / q_tile);
   }
   return q_tiles;
@@ -95,9 +95,9 @@ void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule
   const auto class_of = [&](int tile) { return classes[(tile - additional) % tiles_per_group]; };
   int position[kClasses] = {};  // per class: number of tiles, later the position of its next tile
   for (int tile = first; tile < schedule.tiles; ++tile) ++position[class_of(tile)];
-  for (int of_tile = kClasses - 1, next = first - schedule.first_sorted; of_tile >= 0; --of_tile) {
-    const int tiles_of_class = position[of_tile];
-    position[of_tile] = next;
+  for (int class_index = kClasses - 1, next = first - schedule.first_sorted; class_index >= 0; --class_index) {
+    const int tiles_of_class = position[class_index];
+    position[class_index] = next;
     next += tiles_of_class;
   }
   std::iota(schedule.by_length, schedule.by_length + (first - schedule.first_sorted), 0);
@@ -109,7 +109,7 @@ void sort_tiles(const Problem& problem, const TileShapes& tiles, KeyTileSchedule
 /// Order in which the tiles of a dimension add to the query gradient. It begins with the tile that contains the last
 /// key of the first window. The most queries attend to this key, so the longest tile comes first. In a causal
 /// dimension, the order begins with the last tile.
-TurnOrder turn_order(const DeviceAxis& axis) {
+AdditionOrder addition_order(const DeviceAxis& axis) {
   const int last = axis.kv_tiles - 1;
   return {axis.is_causal() ? last : std::min((axis.kernel_size - 1) / axis.kv_tile, last)};
 }
@@ -131,14 +131,14 @@ QueryTileSchedule schedule_query_tiles(const Problem& problem, const Geometry& g
 }
 
 Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const Geometry& geometry,
-                          std::int64_t additional_tiles_per_head, bool takes_turns, int multiprocessors,
+                          std::int64_t additional_tiles_per_head, bool is_ordered, int multiprocessors,
                           KeyTileSchedule& schedule) {
   const std::int64_t kv_heads = saturating_product(problem.batch, problem.heads_kv);
   const std::int64_t tiles_per_head =
       additional_tiles_per_head + saturating_product(geometry.groups, geometry.kv_tiles);
   const std::int64_t all_tiles = saturating_product(kv_heads, tiles_per_head);
   if (all_tiles > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 key/value tiles");
-  std::transform(geometry.axis, geometry.axis + kRank, schedule.turn_order, turn_order);
+  std::transform(geometry.axis, geometry.axis + kRank, schedule.addition_order, addition_order);
   schedule.additional_tiles = static_cast<int>(kv_heads * additional_tiles_per_head);
   schedule.tiles = static_cast<int>(all_tiles);
   schedule.groups = static_cast<int>(geometry.groups);
@@ -146,8 +146,8 @@ Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const
   schedule.by_additional_tiles_per_head = divider(std::max<std::int64_t>(additional_tiles_per_head, 1));
   schedule.by_heads_kv = divider(problem.heads_kv);
   schedule.numbers =
-      number_tiles(problem.heads_kv, heads_per_key_block(problem, takes_turns), geometry, geometry.kv_tiles);
-  const int sorted = takes_turns ? 0 : std::min({schedule.tiles, kSortedRounds * multiprocessors, kMostSortedTiles});
+      number_tiles(problem.heads_kv, heads_per_key_block(problem, is_ordered), geometry, geometry.kv_tiles);
+  const int sorted = is_ordered ? 0 : std::min({schedule.tiles, kSortedRounds * multiprocessors, kMostSortedTiles});
   schedule.first_sorted = schedule.tiles - sorted;
   if (sorted > 0) sort_tiles(problem, tiles, schedule);
   return {};

@@ -11,7 +11,7 @@
 //   backward, Hopper      KeyTileSchedule: CTAs take positions from a counter and process the tiles at these positions.
 //                         Tiles are ordered by number, except the last ones, which are ordered by length, longest
 //                         first. If tiles add to the query gradient in a fixed order (take turns), they are ordered by
-//                         TurnOrder in each dimension.
+//                         AdditionOrder in each dimension.
 //   backward, elsewhere   A CTA processes one tile, or several in sequence. Tiles are ordered by `longest_first` in
 //                         each dimension.
 //
@@ -33,7 +33,7 @@
 namespace natten_jax {
 
 /// Batch entry, head, dilation group and coordinates of a tile.
-struct TilePlace {
+struct TilePosition {
   int batch;
   int head;
   int group;       // dilation group
@@ -48,8 +48,8 @@ struct TileNumbers {
   cutlass::FastDivmod by_tiles_per_group, by_groups, by_heads_per_block, by_head_blocks;
 
   template <cutlass::FastDivmod DeviceAxis::* kByTiles>
-  CUTLASS_HOST_DEVICE TilePlace place(const DeviceAxis (&axis)[3], int tile) const {
-    TilePlace result;
+  CUTLASS_HOST_DEVICE TilePosition locate(const DeviceAxis (&axis)[3], int tile) const {
+    TilePosition result;
     int outer, in_group, in_groups, head_block;
     by_heads_per_block(outer, result.head, tile);
     by_tiles_per_group(outer, in_group, outer);
@@ -68,8 +68,8 @@ struct TileNumbers {
 struct QueryTileSchedule {
   TileNumbers numbers;
 
-  CUTLASS_HOST_DEVICE TilePlace place(const DeviceAxis (&axis)[3], int tile) const {
-    return numbers.place<&DeviceAxis::by_q_tiles>(axis, tile);
+  CUTLASS_HOST_DEVICE TilePosition locate(const DeviceAxis (&axis)[3], int tile) const {
+    return numbers.locate<&DeviceAxis::by_q_tiles>(axis, tile);
   }
 
   /// Index of the `index`th tile of a dimension. Causal dimensions are reversed, because the last queries attend to the
@@ -123,12 +123,12 @@ struct TileSupply {
 CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
   if (axis.is_causal()) return i;
   const bool at_end = i % 2 != 0;  // for odd `i`, tiles are counted from the last one
-  const int place = i / 2, tiles = (axis.kv_tiles + !at_end) / 2;
+  const int index = i / 2, tiles = (axis.kv_tiles + !at_end) / 2;
   const int nearest = axis.by_kv_tile.divide(axis.kernel_size / 2);
   const int last = smaller(axis.by_kv_tile.divide(axis.kernel_size + axis.kv_tile - 1), tiles);
-  const int tile = place < last - nearest    ? last - 1 - place
-                   : place < tiles - nearest ? place + nearest
-                                             : tiles - 1 - place;
+  const int tile = index < last - nearest    ? last - 1 - index
+                   : index < tiles - nearest ? index + nearest
+                                             : tiles - 1 - index;
   return at_end ? axis.kv_tiles - 1 - tile : tile;
 }
 
@@ -137,7 +137,7 @@ CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
 ///
 /// Every key/value tile iterates over its query tiles in ascending order. The next tile of this order usually has a
 /// lower index. So it starts at earlier queries and reaches the common queries after its predecessor.
-struct TurnOrder {
+struct AdditionOrder {
   int first;
 
   /// Index of the `i`th tile of the order.
@@ -161,10 +161,10 @@ inline constexpr int kMostSortedTiles = 1024;
 struct KeyTileSchedule {
   std::int32_t* next_tile;  // counter of the positions that `take` has returned
   // [batch, heads, dilation groups, query tiles]: number of key/value tiles that have added to the query tile's dQ.
-  // Null if key/value tiles do not take turns.
-  std::int32_t* turns;
-  TurnOrder turn_order[3];
-  int first_taken;       // first position that `take` returns, if `turns` is not null
+  // Null if key/value tiles add in any order.
+  std::int32_t* additions;
+  AdditionOrder addition_order[3];
+  int first_taken;       // first position that `take` returns, if `additions` is not null
   int additional_tiles;  // tiles of additional tokens in the problem
   int tiles;             // all tiles of the problem, including tiles of additional tokens
   int groups;            // dilation groups
@@ -181,8 +181,8 @@ struct KeyTileSchedule {
 
   /// Batch entry and head of a tile of additional tokens. index[2] of the result is the tile's index among the head's
   /// tiles of additional tokens.
-  CUTLASS_HOST_DEVICE TilePlace additional_place(int tile) const {
-    TilePlace result{};
+  CUTLASS_HOST_DEVICE TilePosition locate_additional(int tile) const {
+    TilePosition result{};
     int outer;
     by_additional_tiles_per_head(outer, result.index[2], tile);
     by_heads_kv(result.batch, result.head, outer);
@@ -190,26 +190,26 @@ struct KeyTileSchedule {
   }
 
   /// Batch entry, head, dilation group and coordinates of a tile of the layout.
-  CUTLASS_HOST_DEVICE TilePlace place(const DeviceAxis (&axis)[3], int tile) const {
-    return numbers.place<&DeviceAxis::by_kv_tiles>(axis, tile - additional_tiles);
+  CUTLASS_HOST_DEVICE TilePosition locate(const DeviceAxis (&axis)[3], int tile) const {
+    return numbers.locate<&DeviceAxis::by_kv_tiles>(axis, tile - additional_tiles);
   }
 
   /// Index of the `index`th tile of a dimension. `distance` is the index of the first key minus the index of the first
   /// query. If the keys are a halo of a causal dimension, they lie before all queries. The last keys are then attended
   /// to by the most queries, so the order is reversed.
   CUTLASS_HOST_DEVICE int tile_of(const DeviceAxis& axis, int dimension, int index, int distance) const {
-    if (turns != nullptr) return turn_order[dimension].tile(axis, index);
+    if (additions != nullptr) return addition_order[dimension].tile(axis, index);
     return axis.is_causal() && distance <= -axis.kv_group_tokens ? axis.kv_tiles - 1 - index : index;
   }
 
-  /// Part of `turns` for the query tiles of a dilation group. `row` is an index into the flattened [batch, heads].
-  CUTLASS_HOST_DEVICE std::int32_t* turns_of(int row, int group) const {
-    return turns + (static_cast<std::int64_t>(row) * groups + group) * q_tiles;
+  /// Part of `additions` for the query tiles of a dilation group. `row` is an index into the flattened [batch, heads].
+  CUTLASS_HOST_DEVICE std::int32_t* group_additions(int row, int group) const {
+    return additions + (static_cast<std::int64_t>(row) * groups + group) * q_tiles;
   }
 
   /// True if a CTA's first position is its block index. False if tiles take turns: a tile then waits for the tiles at
   /// earlier positions. CTAs that have not started must not own these positions, because the wait might never end.
-  CUTLASS_HOST_DEVICE bool starts_at_block() const { return turns == nullptr; }
+  CUTLASS_HOST_DEVICE bool starts_at_block() const { return additions == nullptr; }
 
 #if defined(__CUDACC__)
   /// Takes the next position of the order for a CTA that is done with its tile.
@@ -223,17 +223,17 @@ struct KeyTileSchedule {
 /// Order of a launch's query tiles.
 QueryTileSchedule schedule_query_tiles(const Problem& problem, const Geometry& geometry);
 
-/// Computes the order of a launch's key/value tiles. The caller sets `next_tile` and `turns`.
+/// Computes the order of a launch's key/value tiles. The caller sets `next_tile` and `additions`.
 ///
 /// Args:
 ///   additional_tiles_per_head: number of tiles of additional tokens per head.
-///   takes_turns: true if tiles add to the query gradient in a fixed order.
+///   is_ordered: true if tiles add to the query gradient in a fixed order.
 ///   multiprocessors: number of SMs of the device.
 ///   schedule: the result.
 ///
 /// Fails if there are more tiles than a launch supports.
 Status schedule_key_tiles(const Problem& problem, const TileShapes& tiles, const Geometry& geometry,
-                          std::int64_t additional_tiles_per_head, bool takes_turns, int multiprocessors,
+                          std::int64_t additional_tiles_per_head, bool is_ordered, int multiprocessors,
                           KeyTileSchedule& schedule);
 
 }  // namespace natten_jax

@@ -16,10 +16,10 @@ constexpr bool is_half(Arithmetic arithmetic) {
 /// are computed in TF32 unless `is_accurate`.
 template <class Call>
 Status with_arithmetic(ElementType type, bool is_accurate, const Call& call) {
-  const Arithmetic of_float32 = is_accurate ? Arithmetic::kFloat32 : Arithmetic::kTensorFloat32;
+  const Arithmetic float32_arithmetic = is_accurate ? Arithmetic::kFloat32 : Arithmetic::kTensorFloat32;
   const Arithmetic arithmetic = type == ElementType::kFloat16    ? Arithmetic::kFloat16
                                 : type == ElementType::kBFloat16 ? Arithmetic::kBFloat16
-                                                                 : of_float32;
+                                                                 : float32_arithmetic;
   return with_constant<Arithmetic::kFloat16, Arithmetic::kBFloat16, Arithmetic::kFloat32, Arithmetic::kTensorFloat32>(
       arithmetic, no_such_elements(type), call);
 }

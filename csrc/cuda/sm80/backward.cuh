@@ -104,10 +104,10 @@ CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Trai
   for (int i = 0; i < kRows / 8; ++i) {
     const int token = shared.query_tokens[query0 + lane / 4 + 8 * i];
     if (token < 0) continue;
-    float* of_token = sums + token * p.query_gradient_token;
+    float* token_sums = sums + token * p.query_gradient_token;
     const auto add = [&](int n) __attribute__((always_inline)) {
       const float* pair = &d_query[i / 2][n][i % 2 * 2];
-      add_pair(of_token + 8 * n, pair[0] * scale, pair[1] * scale);
+      add_pair(token_sums + 8 * n, pair[0] * scale, pair[1] * scale);
     };
     if (is_whole) {
       CUTE_UNROLL
@@ -155,21 +155,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
     typename KeyGradients<Traits>::Accumulator d_key = {}, d_value = {};
     const TokenBox& box = shared.box;
-    const bool is_seen = box.begin.x < box.end.x && box.begin.y < box.end.y && box.begin.z < box.end.z;
-    QueryStep step{QueryWalk(box.begin), 0, is_seen ? 0 : own.queries};
+    const bool has_queries = box.begin.x < box.end.x && box.begin.y < box.end.y && box.begin.z < box.end.z;
+    QueryStep step{QueryWalk(box.begin), 0, has_queries ? 0 : own.queries};
     BiasSumsOf<Traits> bias_sums;
     if constexpr (Traits::kHasKeyBias) {
-      if (!is_seen) bias_sums.write_zeros(p, shared, own);
+      if (!has_queries) bias_sums.write_zeros(p, shared, own);
       load_biases<Traits>(p, shared, own, 0);
     }
     int stage = 0;
     if (step.head < own.queries) load_queries<Traits>(p, shared, step, own, 0);
     while (step.head < own.queries) {
       wait_copies<0>();
-      if constexpr (Traits::kHasKeyBias) hide_unseeing<Traits>(shared, stage);
+      if constexpr (Traits::kHasKeyBias) mask_queries_without_keys<Traits>(shared, stage);
       __syncthreads();  // the step's queries are loaded; all threads have read P and dS of the previous step
       if (kStages == 2) load_next<Traits>(p, shared, step, own, stage ^ 1);
-      note_queries<Traits>(p, shared, step);
+      store_query_tokens<Traits>(p, shared, step);
       if (Traits::kLogitWarps == Traits::kWarps || threadIdx.x / 32 < Traits::kLogitWarps) {
         logits.compute(step, own, stage, bias_sums);
       }

@@ -1,17 +1,17 @@
 // Launch and instantiation of the forms (compiled variants) of the backward kernel.
 #pragma once
 
+#include "cuda/sm80/arithmetic_types.cuh"
 #include "cuda/sm80/backward.cuh"
 #include "cuda/sm80/kernels.h"
-#include "cuda/sm80/of_arithmetic.cuh"
 
 namespace natten_jax::sm80 {
 
 /// Launches a form of the kernel, with or without key biases.
 template <Arithmetic kArithmetic, bool kHasKeyBias>
 Status launch_backward_form(const BackwardParams& params, const BackwardForm& form, int ctas, cudaStream_t stream) {
-  using Element = typename OfArithmetic<kArithmetic>::Element;
-  using Product = typename OfArithmetic<kArithmetic>::Product;
+  using Element = typename ArithmeticTypes<kArithmetic>::Element;
+  using Product = typename ArithmeticTypes<kArithmetic>::Product;
   Status result = no_such_form(form.head_dim);
   const auto run = [&](auto traits) {
     using Traits = WithKeyBias<decltype(traits), BackwardKeyBiased, kHasKeyBias>;

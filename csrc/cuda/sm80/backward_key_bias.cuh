@@ -24,7 +24,7 @@ template <class Traits>
 struct BiasSums {
   static constexpr int kRows = Traits::kLogitRows / 8;  // number of rows of a thread, which are eight apart
 
-  float of_row[kRows] = {};
+  float row_sums[kRows] = {};
 
   /// Writes the gradients of the biases for a query head and resets the sums. All threads of the CTA must call it.
   CUTE_DEVICE void finish(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own,
@@ -34,12 +34,12 @@ struct BiasSums {
     if (warp < Traits::kLogitWarps) {
       CUTE_UNROLL
       for (int i = 0; i < kRows; ++i) {
-        float sum = of_row[i];
+        float sum = row_sums[i];
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int row = warp / kColumnWarps * Traits::kLogitRows + lane / 4 + 8 * i;
         if (lane % 4 == 0) shared.bias_sums[warp % kColumnWarps][row] = sum;
-        of_row[i] = 0.f;
+        row_sums[i] = 0.f;
       }
     }
     __syncthreads();
@@ -64,8 +64,8 @@ struct BiasSums {
                                 const KeyHead& own, int head, int row, float gradient) {
     const int token = shared.row_windows[row][0].w;
     if (token < 0) return;
-    const std::int64_t of_key = (own.batch * p.keys + token) * p.heads;
-    p.key_bias_gradient[of_key + own.head * own.queries + head] = gradient;
+    const std::int64_t first_bias = (own.batch * p.keys + token) * p.heads;
+    p.key_bias_gradient[first_bias + own.head * own.queries + head] = gradient;
   }
 };
 
@@ -80,10 +80,10 @@ template <class Traits>
 CUTE_DEVICE void load_biases(const BackwardParams& p, typename Traits::SharedStorage& shared, const KeyHead& own,
                              int head) {
   const float per_logit = products_per_logit(own.scale(p).logits);
-  const int of_head = p.key_bias_heads == 1 ? 0 : own.head * own.queries + head;
+  const int bias_head = p.key_bias_heads == 1 ? 0 : own.head * own.queries + head;
   for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
     const int token = max(shared.row_windows[row][0].w, 0);  // rows without a key load any bias; they are masked later
-    const float bias = p.key_bias[(own.batch * p.keys + token) * p.key_bias_heads + of_head];
+    const float bias = p.key_bias[(own.batch * p.keys + token) * p.key_bias_heads + bias_head];
     shared.key_bias[row] = bias_in_products(bias, per_logit);
   }
 }
@@ -91,7 +91,7 @@ CUTE_DEVICE void load_biases(const BackwardParams& p, typename Traits::SharedSto
 /// Sets the logsumexp of queries that attend to no key from -infinity to infinity, so that their weights are zero. Each
 /// thread changes the logsumexp that it copied itself, so no barrier is needed between the copy and this call.
 template <class Traits>
-CUTE_DEVICE void hide_unseeing(typename Traits::SharedStorage& shared, int stage) {
+CUTE_DEVICE void mask_queries_without_keys(typename Traits::SharedStorage& shared, int stage) {
   if (threadIdx.x >= Traits::kQueries) return;
   float& logsumexp = shared.logsumexp[stage][threadIdx.x];
   if (logsumexp == -INFINITY) logsumexp = INFINITY;

@@ -49,31 +49,32 @@ CUTE_DEVICE bool plan_keys(const BackwardParams& p, int batch, int tile, int gro
   }
   for (int row = threadIdx.x; row < Traits::kKeys; row += Traits::kThreads) {
     const int in_tile = first_row + row;
-    const int3 place = place_in_tile<&DeviceAxis::by_kv_tile>(p.axis, in_tile);
-    const int at[3] = {place.x, place.y, place.z};
+    const int3 position = position_in_tile<&DeviceAxis::by_kv_tile>(p.axis, in_tile);
+    const int at[3] = {position.x, position.y, position.z};
     int token = 0;
     bool exists = in_tile < p.kv_tile_tokens;
-    int2 seen[3];
+    int2 window[3];
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
       const int index = axes[d].kv_begin + at[d];
       exists = exists && index < axes[d].kv.local_length;
       token = token * p.axis[d].kv_local_extent + index * p.axis[d].dilation + residue[d];
-      seen[d] = exists ? axes[d].seen_by(p.axis[d], index, kIsPlain) : make_int2(0, 0);
+      window[d] = exists ? axes[d].attending_queries(p.axis[d], index, kIsPlain) : make_int2(0, 0);
     }
-    shared.row_windows[row][0] = make_int4(seen[0].x, seen[1].x, seen[2].x, exists ? token : -1);
-    shared.row_windows[row][1] = exists ? make_int4(seen[0].y, seen[1].y, seen[2].y, 0) : make_int4(0, 0, 0, 0);
+    shared.row_windows[row][0] = make_int4(window[0].x, window[1].x, window[2].x, exists ? token : -1);
+    shared.row_windows[row][1] = exists ? make_int4(window[0].y, window[1].y, window[2].y, 0) : make_int4(0, 0, 0, 0);
   }
   if (threadIdx.x == 0) {
     int hull_begin[3], hull_end[3], inner_begin[3], inner_end[3], pitch[3], first_token = 0, tokens = 1;
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
-      const int2 of_first = axes[d].seen_by(p.axis[d], axes[d].first, kIsPlain),
-                 of_last = axes[d].seen_by(p.axis[d], axes[d].last, kIsPlain);
-      hull_begin[d] = of_first.x;
-      hull_end[d] = of_last.y;
-      inner_begin[d] = of_last.x;
-      inner_end[d] = axes[d].is_whole(p.axis[d]) && p.kv_tile_tokens % Traits::kKeys == 0 ? of_first.y : of_last.x;
+      const int2 first_window = axes[d].attending_queries(p.axis[d], axes[d].first, kIsPlain),
+                 last_window = axes[d].attending_queries(p.axis[d], axes[d].last, kIsPlain);
+      hull_begin[d] = first_window.x;
+      hull_end[d] = last_window.y;
+      inner_begin[d] = last_window.x;
+      inner_end[d] =
+          axes[d].is_whole(p.axis[d]) && p.kv_tile_tokens % Traits::kKeys == 0 ? first_window.y : last_window.x;
       first_token = first_token * p.axis[d].query_local_extent + axes[d].query.residue;
     }
     CUTE_UNROLL
@@ -125,7 +126,7 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
   int tokens[Copy::kPasses];
   shared.rows.load(copy, tokens, step.column, first_token);
   std::uint32_t visible = Copy::kAll;
-  const std::uint32_t ends = PackedPlace::ends(box.end, at.x, at.y, at.z);
+  const std::uint32_t ends = PackedPosition::ends(box.end, at.x, at.y, at.z);
   if (!is_whole) visible = shared.rows.visible(copy, ends, step.column);
   const auto copy_head = [&](char* tile, const void* data, int head_dim) {
     const int head_bytes = head_dim * static_cast<int>(sizeof(Element)), token_bytes = p.heads * head_bytes;
@@ -148,12 +149,13 @@ CUTE_DEVICE void load_queries(const BackwardParams& p, typename Traits::SharedSt
 
 /// Stores the token of each query of a step in shared memory, for `add_query_gradient`.
 template <class Traits>
-CUTE_DEVICE void note_queries(const BackwardParams& p, typename Traits::SharedStorage& shared, const QueryStep& step) {
+CUTE_DEVICE void store_query_tokens(const BackwardParams& p, typename Traits::SharedStorage& shared,
+                                    const QueryStep& step) {
   if (threadIdx.x >= Traits::kQueries) return;
   const TokenBox& box = shared.box;
   const QueryWalk& at = step.walk;
   const int row = step.column + threadIdx.x;
-  const bool exists = shared.rows.is_visible(PackedPlace::ends(box.end, at.x, at.y, at.z), row);
+  const bool exists = shared.rows.is_visible(PackedPosition::ends(box.end, at.x, at.y, at.z), row);
   shared.query_tokens[threadIdx.x] = exists ? box.token(at.x, at.y, at.z) + shared.rows.token(row) : -1;
 }
 

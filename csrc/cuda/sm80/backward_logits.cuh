@@ -37,7 +37,8 @@ struct LogitTile {
   CUTE_DEVICE void compute(const QueryStep& step, const KeyHead& own, int stage, BiasSumsOf<Traits>& bias_sums) const {
     Accumulator s = {}, d_weight = {};
     if constexpr (Traits::kHasKeyBias) start_at_biases(s);
-    // Called before the products, because the warp vote after them would wait for its loads from shared memory.
+    // `has_large` loads logsumexps from shared memory for a warp vote. Because it is called before the products, its
+    // loads overlap with them. After the products, the vote would wait for these loads.
     const bool any_large = has_large(stage);
     multiply(s, shared.k, shared.q[stage]);
     // A branch, so that steps without large logsumexps do not wait for loads of remainders.
@@ -96,7 +97,7 @@ struct LogitTile {
         const float logsumexp = shared.logsumexp[stage][column];
         float remainder = 0.f;
         if (p.remainder != nullptr && has_remainder<Element>(logsumexp) &&
-            shared.rows.is_visible(PackedPlace::ends(box.end, at.x, at.y, at.z), row)) {
+            shared.rows.is_visible(PackedPosition::ends(box.end, at.x, at.y, at.z), row)) {
           const std::int64_t token = box.token(at.x, at.y, at.z) + shared.rows.token(row);
           remainder = p.remainder[(own.batch * p.queries + token) * p.heads + own.query_head(step)];
         }
@@ -159,9 +160,9 @@ struct LogitTile {
     for (int half = 1; half >= 0; --half) {
       CUTE_UNROLL
       for (int i = 0; i < kHalf; ++i) {
-        const int4* seen = shared.row_windows[key0 + lane / 4 + 8 * (half * kHalf + i)];
+        const int4* window = shared.row_windows[key0 + lane / 4 + 8 * (half * kHalf + i)];
         visible[1][i] = visible[0][i];
-        visible[0][i] = lane_mask.row(p.axis, seen[0], seen[1], first) >> (step.column + query0) / 4;
+        visible[0][i] = lane_mask.row(p.axis, window[0], window[1], first) >> (step.column + query0) / 4;
       }
     }
     CUTE_UNROLL
@@ -187,7 +188,7 @@ struct LogitTile {
         Product::store_pair(weights + offset, w[0], w[1]);
         const float d_logit[2] = {w[0] * d[0], w[1] * d[1]};
         Product::store_pair(d_logits + offset, d_logit[0], d_logit[1]);
-        if constexpr (Traits::kHasKeyBias) bias_sums.of_row[i] += d_logit[0] + d_logit[1];
+        if constexpr (Traits::kHasKeyBias) bias_sums.row_sums[i] += d_logit[0] + d_logit[1];
       }
     }
   }

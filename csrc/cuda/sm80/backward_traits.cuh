@@ -96,8 +96,8 @@ struct KeyHead {
   /// Scale of the query heads that share the key/value head: heads with separate scales never share one. Loaded at each
   /// use, because registers are scarce.
   CUTE_DEVICE HeadScale scale(const BackwardParams& p) const {
-    if (!has_scales) return {p.scale.of_all, p.scale.of_all};
-    return p.scale.of((batch * p.heads_kv + head) * queries);
+    if (!has_scales) return {p.scale.uniform, p.scale.uniform};
+    return p.scale.for_head((batch * p.heads_kv + head) * queries);
   }
 
   /// Index of a step's query head among all heads of the arrays.

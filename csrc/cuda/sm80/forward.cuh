@@ -85,19 +85,19 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   }
 
   typename WarpRows<Traits>::Output o = {};
-  const float scale = kIsPlain ? p.scale.of_all : p.scale.of(batch * p.heads + head).logits;
+  const float scale = kIsPlain ? p.scale.uniform : p.scale.for_head(batch * p.heads + head).logits;
   typename WarpRows<Traits>::Softmax softmax(scale * kLog2E);
   for (int step = 0; step < copies.steps; ++step) {
     const std::uint32_t stage_bytes = copies.begin(step);
-    const auto sight = rows.sight(step);
+    const auto visibility = rows.visibility(step);
     typename WarpRows<Traits>::Logits s = {};
-    if (sight.any) {
+    if (visibility.any) {
       if constexpr (Traits::kHasKeyBias) start_at_biases<Traits>(s, shared, step);
       rows.multiply_by_keys(s, query, stage_bytes);
     }
     copies.between(step);
-    if (sight.any) {
-      if (!sight.whole) rows.mask(s, step);
+    if (visibility.any) {
+      if (!visibility.whole) rows.mask(s, step);
       rows.add_values(o, softmax, s, stage_bytes);
     }
     copies.end(step);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
   wait_copies<0>();
   softmax.finish();
   __syncthreads();  // all warps have read the queries, which the output overwrites
-  const float sink = kIsPlain ? -INFINITY : sink_of(p.scale, p.scale.of(batch * p.heads + head));
+  const float sink = kIsPlain ? -INFINITY : sink_of(p.scale, p.scale.for_head(batch * p.heads + head));
   rows.template write<!kIsPlain>(o, softmax, first_row, sink);
 }
 

@@ -1,17 +1,17 @@
 // Launch and instantiation of the forms (compiled variants) of the forward kernel.
 #pragma once
 
+#include "cuda/sm80/arithmetic_types.cuh"
 #include "cuda/sm80/forward.cuh"
 #include "cuda/sm80/kernels.h"
-#include "cuda/sm80/of_arithmetic.cuh"
 
 namespace natten_jax::sm80 {
 
 /// A variant of a form: its number of stages, and whether it adds key biases.
 template <Arithmetic kArithmetic, bool kHasKeyBias, int kHeadDim, int kColumns, int kStages, int kWarps = 4>
 using Variant =
-    WithKeyBias<ForwardTraits<typename OfArithmetic<kArithmetic>::Element, typename OfArithmetic<kArithmetic>::Product,
-                              kHeadDim, kColumns, kStages, kWarps>,
+    WithKeyBias<ForwardTraits<typename ArithmeticTypes<kArithmetic>::Element,
+                              typename ArithmeticTypes<kArithmetic>::Product, kHeadDim, kColumns, kStages, kWarps>,
                 KeyBiased, kHasKeyBias>;
 
 /// Launches a variant of a form.
@@ -52,7 +52,7 @@ Status launch_fitting(const ForwardParams& params, const SharedMemory& memory, i
 template <Arithmetic kArithmetic, bool kHasKeyBias>
 Status launch_forward_form(const ForwardParams& params, const ForwardForm& form, const SharedMemory& memory, int ctas,
                            cudaStream_t stream) {
-  using Element = typename OfArithmetic<kArithmetic>::Element;
+  using Element = typename ArithmeticTypes<kArithmetic>::Element;
   constexpr int kColumns = sizeof(Element) == 4 ? 32 : 64;
   switch (form.head_dim) {
     case 64:

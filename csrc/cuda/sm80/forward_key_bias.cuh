@@ -28,7 +28,7 @@ struct KeyBiased : Traits {
   };
 
   /// Index of a column's bias in `key_bias` of a step.
-  CUTE_DEVICE static int place_of_bias(int column) { return kPreparesBiases ? column / 2 * 4 + column % 2 : column; }
+  CUTE_DEVICE static int bias_index(int column) { return kPreparesBiases ? column / 2 * 4 + column % 2 : column; }
 };
 
 /// Stores the address of the biases for the CTA's head, and their conversion factor, in shared memory. `load_biases`
@@ -37,7 +37,7 @@ template <class Traits>
 CUTE_DEVICE void find_biases(const ForwardParams& p, typename Traits::SharedStorage& shared, int batch, int head) {
   if (threadIdx.x > 0) return;
   shared.biases_of_head = p.key_bias + batch * p.keys * p.key_bias_heads + (p.key_bias_heads == 1 ? 0 : head);
-  shared.products_per_logit = products_per_logit(p.scale.of(batch * p.heads + head).logits);
+  shared.products_per_logit = products_per_logit(p.scale.for_head(batch * p.heads + head).logits);
 }
 
 /// Starts the copies of the biases of a step's keys. Additional keys have a bias of zero. Columns without a key get the
@@ -47,12 +47,13 @@ CUTE_DEVICE void load_biases(const ForwardParams& p, const typename Traits::Shar
   using Steps = KeySteps<Traits::kThreads>;
   const int column = threadIdx.x;
   if (column >= Traits::kColumns) return;
-  const int place = shared.steps.places[step % Steps::kCapacity];
-  const unsigned token = shared.steps.tiles[step % Steps::kCapacity].w + shared.columns.token((place >> 3) + column);
-  const char* of_head = reinterpret_cast<const char*>(shared.biases_of_head);
-  copy_word_async(shared_address(&shared.key_bias[step % Traits::kBiasedSteps][Traits::place_of_bias(column)]),
-                  advance(of_head, min(token, static_cast<unsigned>(p.keys) - 1), p.key_bias_heads * 4),
-                  (place & Steps::kWindow) != 0);
+  const int packed_column = shared.steps.packed_columns[step % Steps::kCapacity];
+  const unsigned token =
+      shared.steps.tiles[step % Steps::kCapacity].w + shared.columns.token((packed_column >> 3) + column);
+  const char* head_biases = reinterpret_cast<const char*>(shared.biases_of_head);
+  copy_word_async(shared_address(&shared.key_bias[step % Traits::kBiasedSteps][Traits::bias_index(column)]),
+                  advance(head_biases, min(token, static_cast<unsigned>(p.keys) - 1), p.key_bias_heads * 4),
+                  (packed_column & Steps::kWindow) != 0);
 }
 
 /// Divides a step's biases by the scale of the logits, so that they can be added to products of queries and keys. Each
@@ -60,7 +61,7 @@ CUTE_DEVICE void load_biases(const ForwardParams& p, const typename Traits::Shar
 template <class Traits>
 CUTE_DEVICE void prepare_biases(typename Traits::SharedStorage& shared, int step) {
   if (!Traits::kPreparesBiases || threadIdx.x >= Traits::kColumns) return;
-  float* copied = &shared.key_bias[step % Traits::kBiasedSteps][Traits::place_of_bias(threadIdx.x)];
+  float* copied = &shared.key_bias[step % Traits::kBiasedSteps][Traits::bias_index(threadIdx.x)];
   copied[0] = copied[2] = bias_in_products(copied[0], shared.products_per_logit);
 }
 
@@ -71,12 +72,12 @@ CUTE_DEVICE void start_at_biases(float (&s)[kRowBlocks][Traits::kColumns / 8][4]
   const float* biases = shared.key_bias[step % Traits::kBiasedSteps];
   CUTE_UNROLL
   for (int n = 0; n < Traits::kColumns / 8; ++n) {
-    const float* of_lane = biases + Traits::place_of_bias(8 * n + 2 * (threadIdx.x % 4));
+    const float* lane_biases = biases + Traits::bias_index(8 * n + 2 * (threadIdx.x % 4));
     float4 block;
     if constexpr (Traits::kPreparesBiases) {
-      block = *reinterpret_cast<const float4*>(of_lane);
+      block = *reinterpret_cast<const float4*>(lane_biases);
     } else {
-      const float2 pair = *reinterpret_cast<const float2*>(of_lane);
+      const float2 pair = *reinterpret_cast<const float2*>(lane_biases);
       block.x = block.z = bias_in_products(pair.x, shared.products_per_logit);
       block.y = block.w = bias_in_products(pair.y, shared.products_per_logit);
     }

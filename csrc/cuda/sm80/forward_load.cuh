@@ -14,9 +14,9 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
   using Copy = typename Traits::KeyCopy;
   const Copy copy;
   const TilePlan& plan = shared.plan;
-  const int place = shared.steps.places[step % Steps::kCapacity], column = place >> 3;
+  const int packed_column = shared.steps.packed_columns[step % Steps::kCapacity], column = packed_column >> 3;
   const int4 at = shared.steps.tiles[step % Steps::kCapacity];
-  const bool is_window = (place & Steps::kWindow) != 0;
+  const bool is_window = (packed_column & Steps::kWindow) != 0;
   int tokens[Copy::kPasses];
   if (is_window) {
     shared.columns.load(copy, tokens, column, at.w);
@@ -38,10 +38,10 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
     if constexpr (!Traits::kFewRegisters) values = plan.values[is_window ? 0 : 1];
     if (kValues) copy_one(v, values, p.head_dim_v);
   };
-  if (place & Steps::kInside) {
+  if (packed_column & Steps::kInside) {
     copy_both(Copy::kAll);
   } else if (is_window) {
-    copy_both(shared.columns.visible(copy, PackedPlace::ends(quad(plan.hull_end), at.x, at.y, at.z), column));
+    copy_both(shared.columns.visible(copy, PackedPosition::ends(quad(plan.hull_end), at.x, at.y, at.z), column));
   } else {
     std::uint32_t visible = 0;
     CUTE_UNROLL

@@ -50,8 +50,8 @@ struct WarpRows {
     // gain more. If there are enough registers, the compiler's choice is better: keeping the addresses makes heads of
     // 256 slower by 1%.
     if constexpr (!Traits::kIsRing && Traits::kFewRegisters && sizeof(Element) == 2) {
-      read_q.lane.base = kept(read_q.lane.base);
-      read_k.lane.base = kept(read_k.lane.base);
+      read_q.lane.base = keep_in_register(read_q.lane.base);
+      read_k.lane.base = keep_in_register(read_k.lane.base);
     }
   }
 
@@ -66,17 +66,17 @@ struct WarpRows {
 
   /// Visibility of a step's keys to the warp's rows. `any`: false only if all logits are masked. `whole`: true only if
   /// no logit is masked.
-  struct Sight {
+  struct Visibility {
     bool any, whole;
   };
-  CUTE_DEVICE Sight sight(int step) const {
-    const int place = shared.steps.places[step % Steps::kCapacity];
-    Sight result{true, (place & Steps::kWhole) != 0};
-    if ((place & (Steps::kWhole | Steps::kWindow)) == Steps::kWindow) {
+  CUTE_DEVICE Visibility visibility(int step) const {
+    const int packed_column = shared.steps.packed_columns[step % Steps::kCapacity];
+    Visibility result{true, (packed_column & Steps::kWhole) != 0};
+    if ((packed_column & (Steps::kWhole | Steps::kWindow)) == Steps::kWindow) {
       const int4 at = shared.steps.tiles[step % Steps::kCapacity];
       const auto& box = shared.warp_boxes[threadIdx.x / 32];
       result.any = box.overlaps(p, at);
-      result.whole = (place >> 3) + kColumns <= p.kv_tile_tokens && box.contains(p, at);
+      result.whole = (packed_column >> 3) + kColumns <= p.kv_tile_tokens && box.contains(p, at);
     }
     return result;
   }
@@ -97,7 +97,7 @@ struct WarpRows {
 
   /// Replaces masked logits by -infinity. A logit is masked if the row does not attend to the key.
   CUTE_DEVICE void mask(Logits& s, int step) const {
-    const int place = shared.steps.places[step % Steps::kCapacity];
+    const int packed_column = shared.steps.packed_columns[step % Steps::kCapacity];
     const int4 at = shared.steps.tiles[step % Steps::kCapacity];
     const LaneMask<KeyColumnMask> lane_mask(KeyColumnMask(shared.mask_words, p.axis), lane4);
     // Initialised, because it would otherwise occupy registers between steps.
@@ -109,9 +109,9 @@ struct WarpRows {
       CUTE_UNROLL
       for (int i = 0; i < kRowBlocks; ++i) {
         visible[1][i] = visible[0][i];
-        if (place & Steps::kWindow) {
-          const auto& seen = shared.row_windows[row0 + 8 * (half * kRowBlocks + i)];
-          visible[0][i] = lane_mask.row(p.axis, quad(seen[0]), quad(seen[1]), at) >> (place >> 3) / 4;
+        if (packed_column & Steps::kWindow) {
+          const auto& window = shared.row_windows[row0 + 8 * (half * kRowBlocks + i)];
+          visible[0][i] = lane_mask.row(p.axis, quad(window[0]), quad(window[1]), at) >> (packed_column >> 3) / 4;
         } else {
           visible[0][i] = KeyColumnMask::first(p.additional_kv - at.w, lane4);
         }

@@ -44,7 +44,7 @@ struct ForwardTraits {
     alignas(16) int row_windows[kRows][2][4];
     TileRows<KeyCopy> columns;  // positions of the keys in a key/value tile
     KeySteps<kThreads> steps;
-    SeenBox warp_boxes[kWarps];
+    VisibleBox warp_boxes[kWarps];
     float subtracted[kRows];  // logit that is subtracted from a row's logits, if these are large (OnlineSoftmax)
     std::uint32_t mask_words[KeyColumnMask::capacity(kMostColumns)];
   };

@@ -59,7 +59,7 @@ struct TokenBox {
 /// Position of a token in a tile, packed into a word. Three bytes hold its coordinates x, y, z. The fourth byte is zero
 /// if the token exists, and otherwise one. All bytes are below 128, so that one subtraction of words compares all bytes
 /// with their ends.
-struct PackedPlace {
+struct PackedPosition {
   /// Packs the end of a box for `is_before`, relative to the first token (x, y, z) of a tile.
   CUTE_DEVICE static std::uint32_t ends(int4 end, int x, int y, int z) {
     const auto in_tile = [](int distance) { return static_cast<std::uint32_t>(min(max(distance, 0), 128)); };
@@ -70,8 +70,8 @@ struct PackedPlace {
     return exists ? at.x | at.y << 8 | at.z << 16 : 1u << 24;
   }
 
-  CUTE_DEVICE static bool is_before(std::uint32_t place, std::uint32_t ends) {
-    return ((ends - place) & 0x80808080u) == 0x80808080u;
+  CUTE_DEVICE static bool is_before(std::uint32_t position, std::uint32_t ends) {
+    return ((ends - position) & 0x80808080u) == 0x80808080u;
   }
 };
 
@@ -81,40 +81,40 @@ template <class Copy>
 struct TileRows {
   static constexpr int kMost = 128;
 
-  alignas(16) std::uint32_t places[kMost];  // PackedPlace
+  alignas(16) std::uint32_t positions[kMost];  // PackedPosition
   alignas(16) int tokens[kMost];
 
-  /// Index of a row in `places` and `tokens`.
-  CUTE_DEVICE static int place(int row) {
+  /// Index of a row in `positions` and `tokens`.
+  CUTE_DEVICE static int index(int row) {
     return row / Copy::kRows * Copy::kRows + row % Copy::kStride * Copy::kPasses + row % Copy::kRows / Copy::kStride;
   }
 
   /// Computes the position of one row. `pitch` is as in TokenBox.
   template <cutlass::FastDivmod DeviceAxis::* kByTile>
   CUTE_DEVICE void fill(const DeviceAxis (&axis)[3], int row, int tile_tokens, int4 pitch) {
-    const int3 at = place_in_tile<kByTile>(axis, row);
+    const int3 at = position_in_tile<kByTile>(axis, row);
     const bool exists = row < tile_tokens;
-    places[place(row)] = PackedPlace::pack(at, exists);
-    tokens[place(row)] = exists ? at.x * pitch.x + at.y * pitch.y + at.z * pitch.z : 0;
+    positions[index(row)] = PackedPosition::pack(at, exists);
+    tokens[index(row)] = exists ? at.x * pitch.x + at.y * pitch.y + at.z * pitch.z : 0;
   }
 
-  /// True if a row has a token, and the token lies before `ends` (of PackedPlace) in every dimension.
+  /// True if a row has a token, and the token lies before `ends` (of PackedPosition) in every dimension.
   CUTE_DEVICE bool is_visible(std::uint32_t ends, int row) const {
-    return PackedPlace::is_before(places[place(row)], ends);
+    return PackedPosition::is_before(positions[index(row)], ends);
   }
 
   /// `is_visible` of the rows that this thread copies, one bit per row. `row` is the first row that the threads copy.
   CUTE_DEVICE std::uint32_t visible(const Copy& copy, std::uint32_t ends, int row) const {
-    std::uint32_t of_thread[Copy::kPasses], bits = 0;
-    load_words(of_thread, places + row + copy.first * Copy::kPasses);
+    std::uint32_t thread_positions[Copy::kPasses], bits = 0;
+    load_words(thread_positions, positions + row + copy.first * Copy::kPasses);
     CUTE_UNROLL
     for (int i = 0; i < Copy::kPasses; ++i) {
-      bits |= static_cast<std::uint32_t>(PackedPlace::is_before(of_thread[i], ends)) << i;
+      bits |= static_cast<std::uint32_t>(PackedPosition::is_before(thread_positions[i], ends)) << i;
     }
     return bits;
   }
 
-  CUTE_DEVICE int token(int row) const { return tokens[place(row)]; }
+  CUTE_DEVICE int token(int row) const { return tokens[index(row)]; }
 
   /// Tokens of the rows that this thread copies. `row` is the first row that the threads copy, and `first` is the first
   /// token of the tile.

@@ -17,14 +17,14 @@ struct KeySteps {
   static constexpr int kInside = 2;   // flag: all keys of the step exist
   static constexpr int kWhole = 4;    // flag: every row attends to all keys of the step
   alignas(16) int4 tiles[kCapacity];  // x, y, z: first key of the tile; w: token of this key, or first additional key
-  int places[kCapacity];              // bits 0 to 2: flags; higher bits: first column of the step in its tile
+  int packed_columns[kCapacity];      // bits 0 to 2: flags; higher bits: first column of the step in its tile
 
   /// Computes the `kThreads` steps from `first` on. All threads of the CTA must call it.
   CUTE_DEVICE void fill(const ForwardParams& p, const TilePlan& plan, int columns, int first) {
     const int i = first + static_cast<int>(threadIdx.x);
     if (i >= plan.steps) return;
     int4 at = make_int4(0, 0, 0, 0);
-    int place = 0;
+    int packed_column = 0;
     if (i < plan.window_steps) {
       const int per_tile = (p.kv_tile_tokens + columns - 1) / columns;
       const int tile = i / per_tile, column = (i - tile * per_tile) * columns;
@@ -33,15 +33,15 @@ struct KeySteps {
       const int4 pitch = key_pitch(p);
       at.w = at.x * pitch.x + at.y * pitch.y + at.z * pitch.z + plan.first_key;
       const bool is_full = column + columns <= p.kv_tile_tokens;
-      if (is_full && walk.is_inside(p.axis, quad(plan.hull_begin), quad(plan.hull_end))) place |= kInside;
-      if (is_full && walk.is_inside(p.axis, quad(plan.inner_begin), quad(plan.inner_end))) place |= kWhole;
-      place |= kWindow | column << 3;
+      if (is_full && walk.is_inside(p.axis, quad(plan.hull_begin), quad(plan.hull_end))) packed_column |= kInside;
+      if (is_full && walk.is_inside(p.axis, quad(plan.inner_begin), quad(plan.inner_end))) packed_column |= kWhole;
+      packed_column |= kWindow | column << 3;
     } else {
       at.w = (i - plan.window_steps) * columns;
-      if (at.w + columns <= p.additional_kv) place |= kInside | kWhole;
+      if (at.w + columns <= p.additional_kv) packed_column |= kInside | kWhole;
     }
     tiles[i % kCapacity] = at;
-    places[i % kCapacity] = place;
+    packed_columns[i % kCapacity] = packed_column;
   }
 };
 

@@ -122,9 +122,9 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
 }
 
 HeadBlock head_block(const Problem& problem, std::int64_t scratch_elements) {
-  const std::int64_t of_head = problem.queries() * problem.heads_per_kv() * problem.head_dim;
-  const std::int64_t heads = scratch_elements / of_head;
-  if (heads == 0 || scratch_elements % of_head != 0) return {0, 0};
+  const std::int64_t head_elements = problem.queries() * problem.heads_per_kv() * problem.head_dim;
+  const std::int64_t heads = scratch_elements / head_elements;
+  if (heads == 0 || scratch_elements % head_elements != 0) return {0, 0};
   if (heads < problem.heads_kv) return {1, heads};
   if (heads % problem.heads_kv != 0 || heads / problem.heads_kv > problem.batch) return {0, 0};
   return {heads / problem.heads_kv, problem.heads_kv};
@@ -182,21 +182,21 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   // Launches the kernels for a block of heads that starts at key/value head `head_kv` of entry `batch`. Pointers to the
   // arrays are moved to this head. Strides are unchanged.
   const auto run_block = [&](std::int64_t batch, std::int64_t head_kv, const HeadBlock& size) -> Status {
-    const std::int64_t of_query = batch * p.queries * problem.heads + head_kv * problem.heads_per_kv();
-    const std::int64_t of_key = batch * problem.keys() * problem.heads_kv + head_kv;
-    const std::int64_t of_additional = batch * problem.additional_kv * problem.heads_kv + head_kv;
+    const std::int64_t first_query_head = batch * p.queries * problem.heads + head_kv * problem.heads_per_kv();
+    const std::int64_t first_key_head = batch * problem.keys() * problem.heads_kv + head_kv;
+    const std::int64_t first_additional_head = batch * problem.additional_kv * problem.heads_kv + head_kv;
     const auto at = [&](auto* data, std::int64_t head, std::int64_t head_dim) {
       using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(data)>>, const char, char>;
       return static_cast<Byte*>(data) + head * head_dim * element_bytes(problem.element_type);
     };
     const std::int64_t heads = size.heads_kv * problem.heads_per_kv();
-    char* query_gradient = at(arrays.query_gradient, of_query, problem.head_dim);
+    char* query_gradient = at(arrays.query_gradient, first_query_head, problem.head_dim);
     p.layouts = arrays.layouts == nullptr ? nullptr : arrays.layouts + batch * kRank * kRank;
-    p.query = at(arrays.query, of_query, problem.head_dim);
-    p.out_cotangent = at(arrays.out_cotangent, of_query, problem.head_dim_v);
-    p.logsumexp = arrays.logsumexp + of_query;
-    p.remainder = arrays.remainder == nullptr ? nullptr : arrays.remainder + of_query;
-    p.delta = arrays.delta + of_query;
+    p.query = at(arrays.query, first_query_head, problem.head_dim);
+    p.out_cotangent = at(arrays.out_cotangent, first_query_head, problem.head_dim_v);
+    p.logsumexp = arrays.logsumexp + first_query_head;
+    p.remainder = arrays.remainder == nullptr ? nullptr : arrays.remainder + first_query_head;
+    p.delta = arrays.delta + first_query_head;
     p.scale = from_head(problem.scale, batch * problem.heads + head_kv * problem.heads_per_kv());
     p.query_gradient = is_float32 ? reinterpret_cast<float*>(query_gradient) : query_gradient_sums;
     p.query_gradient_batch = p.queries * (is_float32 ? problem.heads : heads) * problem.head_dim;
@@ -206,10 +206,10 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     if (problem.additional_kv > 0) {
       p.is_additional = true;
       p.key_bias = nullptr;  // additional keys have no biases
-      p.key = at(arrays.additional_keys, of_additional, problem.head_dim);
-      p.value = at(arrays.additional_values, of_additional, problem.head_dim_v);
-      p.key_gradient = at(arrays.additional_keys_gradient, of_additional, problem.head_dim);
-      p.value_gradient = at(arrays.additional_values_gradient, of_additional, problem.head_dim_v);
+      p.key = at(arrays.additional_keys, first_additional_head, problem.head_dim);
+      p.value = at(arrays.additional_values, first_additional_head, problem.head_dim_v);
+      p.key_gradient = at(arrays.additional_keys_gradient, first_additional_head, problem.head_dim);
+      p.value_gradient = at(arrays.additional_values_gradient, first_additional_head, problem.head_dim_v);
       p.keys = problem.additional_kv;
       const std::int64_t all_tiles = (problem.additional_kv + form.keys - 1) / form.keys;
       NATTEN_JAX_RETURN_IF_FAILED(run(all_tiles, 1, size.batch * size.heads_kv));
@@ -217,14 +217,14 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
     p.is_additional = false;
     if (arrays.key_bias != nullptr) {
       const std::int64_t first_head = head_kv * problem.heads_per_kv();
-      const bool is_of_all = arrays.key_bias_heads == 1;
-      p.key_bias = arrays.key_bias + batch * problem.keys() * arrays.key_bias_heads + (is_of_all ? 0 : first_head);
+      const bool is_shared = arrays.key_bias_heads == 1;
+      p.key_bias = arrays.key_bias + batch * problem.keys() * arrays.key_bias_heads + (is_shared ? 0 : first_head);
       p.key_bias_gradient = arrays.key_bias_gradient + batch * problem.keys() * problem.heads + first_head;
     }
-    p.key = at(arrays.key, of_key, problem.head_dim);
-    p.value = at(arrays.value, of_key, problem.head_dim_v);
-    p.key_gradient = at(arrays.key_gradient, of_key, problem.head_dim);
-    p.value_gradient = at(arrays.value_gradient, of_key, problem.head_dim_v);
+    p.key = at(arrays.key, first_key_head, problem.head_dim);
+    p.value = at(arrays.value, first_key_head, problem.head_dim_v);
+    p.key_gradient = at(arrays.key_gradient, first_key_head, problem.head_dim);
+    p.value_gradient = at(arrays.value_gradient, first_key_head, problem.head_dim_v);
     p.keys = problem.keys();
     Status status = run(saturating_product(geometry.kv_tiles, p.parts), geometry.groups, size.batch * size.heads_kv);
     if (status.failed() || is_float32) return status;

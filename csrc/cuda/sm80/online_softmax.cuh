@@ -41,7 +41,7 @@ struct OnlineSoftmax {
   template <int kColumns, int kOutputs, class Subtracted>
   CUTE_DEVICE void update(float (&s)[kRowBlocks][kColumns][4], float (&o)[kRowBlocks][kOutputs][4],
                           const Subtracted& subtracted) {
-    float highest_of_lane[kRowBlocks][2];
+    float lane_maxima[kRowBlocks][2];
     bool exceeds = false;
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
@@ -53,11 +53,11 @@ struct OnlineSoftmax {
         highest[0] = fmaxf(highest[0], s[m][n][r]);
         highest[1] = fmaxf(highest[1], s[m][n][r + 1]);
       }
-      const float of_lane = fmaxf(highest[0], highest[1]);
-      highest_of_lane[m][i % 2] = of_lane;
-      exceeds = exceeds || fmaf(of_lane, exponent_scale, offset[m][i % 2]) > headroom;
+      const float lane_maximum = fmaxf(highest[0], highest[1]);
+      lane_maxima[m][i % 2] = lane_maximum;
+      exceeds = exceeds || fmaf(lane_maximum, exponent_scale, offset[m][i % 2]) > headroom;
     }
-    if (__any_sync(0xffffffffu, exceeds)) rescale(highest_of_lane, s, o, subtracted);
+    if (__any_sync(0xffffffffu, exceeds)) rescale(lane_maxima, s, o, subtracted);
     CUTE_UNROLL
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int m = i / 2, r = i % 2 * 2;
@@ -86,17 +86,17 @@ struct OnlineSoftmax {
   /// Logsumexp of row `i` of the lane's 2 * `kRowBlocks` rows.
   template <class Subtracted>
   CUTE_DEVICE Logsumexp logsumexp(int i, const Subtracted& subtracted) const {
-    float sum = row_sum[0][0], of_row = -offset[0][0];
+    float sum = row_sum[0][0], row_reference = -offset[0][0];
     CUTE_UNROLL
     for (int j = 1; j < 2 * kRowBlocks; ++j) {
       sum = i == j ? row_sum[j / 2][j % 2] : sum;
-      of_row = i == j ? -offset[j / 2][j % 2] : of_row;
+      row_reference = i == j ? -offset[j / 2][j % 2] : row_reference;
     }
     if (sum == 0.f) return {-INFINITY, {}};
     const float log2_sum = fast_log2(sum);
     if (!subtracts()) {
-      const float result = of_row * kLn2 + log2_sum * kLn2;
-      return {result, logsumexp_remainder(result, of_row, log2_sum)};
+      const float result = row_reference * kLn2 + log2_sum * kLn2;
+      return {result, logsumexp_remainder(result, row_reference, log2_sum)};
     }
     const float logit = subtracted(i), result = __fmul_rn(logit, exponent_scale) * kLn2 + log2_sum * kLn2;
     return {result, logsumexp_remainder(result, logit, exponent_scale, log2_sum)};

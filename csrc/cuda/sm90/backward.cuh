@@ -35,12 +35,13 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
   const auto bytes = [](int3 at) { return make_uchar4(at.x, at.y, at.z, 0); };
   if (threadIdx.x < Traits::kKeys) {
     const int row = threadIdx.x < p.kv_tile_tokens ? threadIdx.x : 0;
-    shared.row_coordinates[threadIdx.x] = bytes(place_in_tile<&DeviceAxis::by_kv_tile>(p.axis, row));
+    shared.row_coordinates[threadIdx.x] = bytes(position_in_tile<&DeviceAxis::by_kv_tile>(p.axis, row));
   } else if (threadIdx.x - Traits::kKeys < Traits::kQueries) {
     const int column = threadIdx.x - Traits::kKeys;
-    const int3 place = Traits::kIsPlain || !p.q_boxes.go_around ? place_in_tile<&DeviceAxis::by_q_tile>(p.axis, column)
-                                                                : place_in_boxes(p.q_boxes, column);
-    shared.column_coordinates[column] = column < p.q_tile_tokens ? bytes(place) : make_uchar4(255, 0, 0, 0);
+    const int3 position = Traits::kIsPlain || !p.q_boxes.has_seams
+                              ? position_in_tile<&DeviceAxis::by_q_tile>(p.axis, column)
+                              : position_in_boxes(p.q_boxes, column);
+    shared.column_coordinates[column] = column < p.q_tile_tokens ? bytes(position) : make_uchar4(255, 0, 0, 0);
   }
   if (!Traits::kIsPlain && threadIdx.x < 6) {
     shared.origins[threadIdx.x] = Origin::load(p.origins, threadIdx.x, p.axis[threadIdx.x % 3].dilation);
@@ -55,7 +56,7 @@ CUTE_DEVICE void prepare_backward(const BackwardParams& p, typename Traits::Shar
     ClusterBarrier::init(&shared.wants_plan, 1);
     ClusterBarrier::init(&shared.full_sums, Traits::kAlternates ? kConsumerWarps / 2 : kConsumerWarps);
     ClusterBarrier::init(&shared.empty_sums, 1);
-    const int storing = p.schedule.turns == nullptr ? 1 : kWarp;
+    const int storing = p.schedule.additions == nullptr ? 1 : kWarp;
     for (int i = 0; i < 2; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], kWarp);
       ClusterBarrier::init(&shared.full_windows[i], kWarp);
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(kThreads, 1) natten_jax_sm90_backward(const __
     if (threadIdx.x == kWarp * kLoadsQueries) load_query_tiles<Traits>(p, shared);
     if (warp == kPlansKeys) plan_key_tiles<Traits>(p, shared, planned);
     if (warp == kLoadsStatistics) load_statistics<Traits>(p, shared);
-    if (warp == kStoresGradients && p.schedule.turns != nullptr) store_gradients<Traits, true>(p, shared);
-    if (threadIdx.x == kWarp * kStoresGradients && p.schedule.turns == nullptr) {
+    if (warp == kStoresGradients && p.schedule.additions != nullptr) store_gradients<Traits, true>(p, shared);
+    if (threadIdx.x == kWarp * kStoresGradients && p.schedule.additions == nullptr) {
       store_gradients<Traits, false>(p, shared);
     }
   } else {

@@ -96,12 +96,12 @@ class Differentiation {
   CUTE_DEVICE int phase() const { return count / kStages % 2; }
   CUTE_DEVICE int score_buffer() const { return count % Traits::kScoreBuffers; }
   /// True if this warpgroup computes dQ of the current query tile, or a part of it.
-  CUTE_DEVICE bool sums_up() const { return !Traits::kAlternates || count % 2 == part.warpgroup; }
+  CUTE_DEVICE bool computes_dq() const { return !Traits::kAlternates || count % 2 == part.warpgroup; }
 
-  /// Pointer to pairs of elements of `of_queries`. For every multiple e of 4, the pair at index e belongs to the two
+  /// Pointer to pairs of elements of `query_values`. For every multiple e of 4, the pair at index e belongs to the two
   /// columns of the thread's accumulator elements e to e + 3.
-  CUTE_DEVICE const float2* of_columns(const float (&of_queries)[Traits::kQueries]) const {
-    return reinterpret_cast<const float2*>(of_queries) + part.column_block() * (Products::kLogitColumns / 2) + lane4;
+  CUTE_DEVICE const float2* column_pairs(const float (&query_values)[Traits::kQueries]) const {
+    return reinterpret_cast<const float2*>(query_values) + part.column_block() * (Products::kLogitColumns / 2) + lane4;
   }
 
   /// Tensor view of a tile in shared memory, for writes. It swizzles addresses instead of offsets, so a partition of it
@@ -127,11 +127,11 @@ class Differentiation {
     const int4 at = shared.tile[stage()];
     const bool is_masked = (at.w & kIsMasked) != 0;
     std::uint32_t visible[2];
-    if (is_masked) see(plan, at, visible);
+    if (is_masked) set_visible(plan, at, visible);
     warpgroup_wait<1>();
     warpgroup_fence_operand(products.s);
     to_weights((at.w & kIsLarge) != 0);
-    if (is_masked) AccumulatorRows(products.s).hide(visible, 0.f);
+    if (is_masked) AccumulatorRows(products.s).replace_masked(visible, 0.f);
     pack_weights();
     if constexpr (kSplitsKeys) {
       products.start_sum(products.weights, products.out_cotangents_t(_, _, _, stage()), products.dv);
@@ -146,42 +146,42 @@ class Differentiation {
     write_scores(products.score_gradients, shared.score_gradient[0], score_buffer());
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(kConsumers, named_barrier(kScoresReady));
-    sum_up();
+    accumulate_gradients();
   }
 
   /// Sets `visible` to a mask for each of the thread's two rows, with a bit per element. A bit is set if the query
   /// attends to the key.
-  CUTE_DEVICE void see(const Plan& plan, int4 at, std::uint32_t (&visible)[2]) const {
+  CUTE_DEVICE void set_visible(const Plan& plan, int4 at, std::uint32_t (&visible)[2]) const {
     const QueryColumnMask column_mask(shared.mask_words, p.axis);
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      const int4* seen_by = plan.row_windows[row0 + 8 * i];
-      visible[i] = column_mask.row(p.axis, seen_by[0], seen_by[1], at, lane4) >>
+      const int4* window = plan.row_windows[row0 + 8 * i];
+      visible[i] = column_mask.row(p.axis, window[0], window[1], at, lane4) >>
                    part.column_block() * (Products::kLogitColumns / 4);
     }
   }
 
   CUTE_DEVICE void to_weights(bool is_large) {
     auto& s = products.s;
-    const float2* logsumexp = of_columns(shared.logsumexp[stage()]);
+    const float2* logsumexp = column_pairs(shared.logsumexp[stage()]);
     if (__builtin_expect(is_large, 0)) {
-      const float2* remainder = of_columns(shared.remainder[stage()]);
+      const float2* remainder = column_pairs(shared.remainder[stage()]);
       CUTE_UNROLL
       for (int e = 0; e < size(s); e += 4) {
-        const float2 of_pair = logsumexp[e], less = remainder[e];
-        s(e) = weight_of_large(s(e), exponent_scale, of_pair.x, less.x);
-        s(e + 1) = weight_of_large(s(e + 1), exponent_scale, of_pair.y, less.y);
-        s(e + 2) = weight_of_large(s(e + 2), exponent_scale, of_pair.x, less.x);
-        s(e + 3) = weight_of_large(s(e + 3), exponent_scale, of_pair.y, less.y);
+        const float2 lse_pair = logsumexp[e], less = remainder[e];
+        s(e) = weight_of_large(s(e), exponent_scale, lse_pair.x, less.x);
+        s(e + 1) = weight_of_large(s(e + 1), exponent_scale, lse_pair.y, less.y);
+        s(e + 2) = weight_of_large(s(e + 2), exponent_scale, lse_pair.x, less.x);
+        s(e + 3) = weight_of_large(s(e + 3), exponent_scale, lse_pair.y, less.y);
       }
     } else {
       CUTE_UNROLL
       for (int e = 0; e < size(s); e += 4) {
-        const float2 of_pair = logsumexp[e];
-        s(e) = fast_exp2(s(e) * exponent_scale - of_pair.x);
-        s(e + 1) = fast_exp2(s(e + 1) * exponent_scale - of_pair.y);
-        s(e + 2) = fast_exp2(s(e + 2) * exponent_scale - of_pair.x);
-        s(e + 3) = fast_exp2(s(e + 3) * exponent_scale - of_pair.y);
+        const float2 lse_pair = logsumexp[e];
+        s(e) = fast_exp2(s(e) * exponent_scale - lse_pair.x);
+        s(e + 1) = fast_exp2(s(e + 1) * exponent_scale - lse_pair.y);
+        s(e + 2) = fast_exp2(s(e + 2) * exponent_scale - lse_pair.x);
+        s(e + 3) = fast_exp2(s(e + 3) * exponent_scale - lse_pair.y);
       }
     }
   }
@@ -197,15 +197,15 @@ class Differentiation {
   CUTE_DEVICE void differentiate_weights() {
     const auto& s = products.s;
     const auto& ds = products.ds;
-    const float2* delta = of_columns(shared.delta[stage()]);
+    const float2* delta = column_pairs(shared.delta[stage()]);
     Tensor pairs = recast<std::uint32_t>(products.score_gradients);
     CUTE_UNROLL
     for (int e = 0; e < size(s); e += 4) {
-      const float2 of_pair = delta[e];
+      const float2 delta_pair = delta[e];
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
-        const float x = s(e + 2 * i) * (ds(e + 2 * i) - of_pair.x);
-        const float y = s(e + 2 * i + 1) * (ds(e + 2 * i + 1) - of_pair.y);
+        const float x = s(e + 2 * i) * (ds(e + 2 * i) - delta_pair.x);
+        const float y = s(e + 2 * i + 1) * (ds(e + 2 * i + 1) - delta_pair.y);
         pairs(e / 2 + i) = pack<Element>(x, y);
         if constexpr (Traits::kHasKeyBias) biases.sum[i] += x + y;
       }
@@ -225,9 +225,9 @@ class Differentiation {
 
   /// Starts the remaining products of a query tile, waits for their results, and writes dQ to shared memory. Both
   /// warpgroups must have written dS.
-  CUTE_DEVICE void sum_up() {
+  CUTE_DEVICE void accumulate_gradients() {
     if constexpr (kSplitsKeys) {
-      if (sums_up()) products.start_dq(score_buffer());
+      if (computes_dq()) products.start_dq(score_buffer());
       products.start_sum(products.score_gradients, products.queries_t(_, _, _, stage()), products.dk);
     } else {
       products.start_sum(products.in_shared(shared.weights, part), products.out_cotangents_t(_, _, _, stage()),
@@ -239,7 +239,7 @@ class Differentiation {
     warpgroup_wait<1>();
     warpgroup_fence_operand(products.dv);
     arrive_as_warp(shared.empty_out_cotangent[stage()]);
-    if (sums_up()) {
+    if (computes_dq()) {
       warpgroup_fence_operand(products.dq);
       wait(shared.empty_sums, count % 2 ^ 1);
       write_sums<Traits::kQueries>(products.dq, sums(), part.thread);

@@ -25,7 +25,7 @@ struct RowBiases {
                          int head) {
     const int first = token_of_slot(p, plan.kv_slot);
     const float per_logit = products_per_base2_logit(plan.scale * kLog2E);
-    const float* of_head = biases_of_head(p, head);
+    const float* head_biases = biases_of_head(p, head);
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int row = row0 + 8 * i;
@@ -35,7 +35,7 @@ struct RowBiases {
                           y < plan.axis[1].kv.local_length && z < plan.axis[2].kv.local_length;
       token[i] = exists ? first + tokens_to_key(p.axis, x, y, z) : -1;
       const std::int64_t at = static_cast<std::int64_t>(token[i]) * p.key_bias_heads;
-      in_products[i] = exists ? bias_in_products(load_written(of_head + at), per_logit) : 0.f;
+      in_products[i] = exists ? bias_in_products(load_written(head_biases + at), per_logit) : 0.f;
       sum[i] = 0.f;
     }
   }

@@ -78,13 +78,13 @@ Status encode_maps(const Problem& problem, const TileShapes& tiles, const Arrays
 Status make_entry_maps(const Problem& problem, const Arrays& arrays, const BackwardParams& p, cudaStream_t stream) {
   EntryMaps maps = maps_of_entries(problem, arrays, kBackwardArrays, p.entry_maps);
   maps.are_queries = 1u << kQueriesOfEntry | 1u << kOutCotangentsOfEntry | 1u << kQueryGradientsOfEntry;
-  maps.of_all[kQueriesOfEntry] = p.query[0];
-  maps.of_all[kOutCotangentsOfEntry] = p.out_cotangent[0];
-  maps.of_all[kQueryGradientsOfEntry] = p.query_gradient[0];
-  maps.of_all[kKeysOfEntry] = p.key[0];
-  maps.of_all[kValuesOfEntry] = p.value[0];
-  maps.of_all[kKeyGradientsOfEntry] = p.key_gradient[0];
-  maps.of_all[kValueGradientsOfEntry] = p.value_gradient[0];
+  maps.base_maps[kQueriesOfEntry] = p.query[0];
+  maps.base_maps[kOutCotangentsOfEntry] = p.out_cotangent[0];
+  maps.base_maps[kQueryGradientsOfEntry] = p.query_gradient[0];
+  maps.base_maps[kKeysOfEntry] = p.key[0];
+  maps.base_maps[kValuesOfEntry] = p.value[0];
+  maps.base_maps[kKeyGradientsOfEntry] = p.key_gradient[0];
+  maps.base_maps[kValueGradientsOfEntry] = p.value_gradient[0];
   return status_of(launch_entry_maps(maps, stream));
 }
 
@@ -94,7 +94,7 @@ std::int64_t sums(const Problem& problem) {
 }
 
 /// Number of counters of a launch. The first one counts the key/value tiles that CTAs have taken. If
-/// `is_deterministic`, there is also a counter for each query tile of each query head (KeyTileSchedule::turns).
+/// `is_deterministic`, there is also a counter for each query tile of each query head (KeyTileSchedule::additions).
 std::int64_t counters(const Problem& problem, const TileShapes& tiles, bool is_deterministic) {
   if (!is_deterministic) return 1;
   const Geometry geometry = geometry_of(problem, tiles);
@@ -161,14 +161,15 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
 
   const std::int64_t first_counter = sums(problem), number_of_counters = counters(problem, tiles, is_deterministic);
   schedule.next_tile = reinterpret_cast<std::int32_t*>(scratch + first_counter);
-  if (is_deterministic) schedule.turns = schedule.next_tile + 1;
+  if (is_deterministic) schedule.additions = schedule.next_tile + 1;
   if (arrays.layouts != nullptr) {
     p.entry_maps = entry_maps;
     NATTEN_JAX_RETURN_IF_FAILED(make_entry_maps(problem, arrays, p, stream));
   }
-  const float* const of_rows = arrays.layouts == nullptr ? nullptr : statistics;
-  NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_clear(scratch, first_counter + number_of_counters, stream, of_rows,
-                                                     first_counter / problem.head_dim, problem.head_dim)));
+  const float* const row_statistics = arrays.layouts == nullptr ? nullptr : statistics;
+  NATTEN_JAX_RETURN_IF_FAILED(
+      status_of(launch_clear(scratch, first_counter + number_of_counters, stream, row_statistics,
+                             first_counter / problem.head_dim, problem.head_dim)));
   if (arrays.key_bias != nullptr && arrays.layouts != nullptr) {
     // No tile contains padding keys, so the kernel does not write the gradients of their biases.
     const std::int64_t numbers = problem.batch * problem.keys() * problem.heads;
@@ -194,11 +195,11 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   }
   NATTEN_JAX_RETURN_IF_FAILED(launch());
   NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_convert_gradient(
-      problem.element_type, scratch, of_rows, problem.scale, arrays.query_gradient, problem.batch, problem.queries(),
-      problem.heads, problem.heads, problem.head_dim, true, stream)));
+      problem.element_type, scratch, row_statistics, problem.scale, arrays.query_gradient, problem.batch,
+      problem.queries(), problem.heads, problem.heads, problem.head_dim, true, stream)));
   return arrays.layouts == nullptr
              ? Status()
-             : status_of(fill_padding_of_gradients(problem, arrays, false, stream, FillTime::kBeside));
+             : status_of(fill_padding_of_gradients(problem, arrays, false, stream, FillTime::kOverlapping));
 }
 
 }  // namespace natten_jax::sm90

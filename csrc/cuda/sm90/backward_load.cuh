@@ -82,8 +82,8 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
       if (threadIdx.x % 32 == 0) {
         const CUtensorMap *keys = &p.additional_keys, *values = &p.additional_values;
         if (!plan.is_additional) {
-          keys = BackwardMaps::of(entry_maps<Traits>(p), p.key, kKeysOfEntry, plan.batch, plan.kv_map);
-          values = BackwardMaps::of(entry_maps<Traits>(p), p.value, kValuesOfEntry, plan.batch, plan.kv_map);
+          keys = BackwardMaps::select_map(entry_maps<Traits>(p), p.key, kKeysOfEntry, plan.batch, plan.kv_map);
+          values = BackwardMaps::select_map(entry_maps<Traits>(p), p.value, kValuesOfEntry, plan.batch, plan.kv_map);
           BackwardMaps::acquire(entry_maps<Traits>(p), kKeysOfEntry, plan.batch, plan.kv_map);
           BackwardMaps::acquire(entry_maps<Traits>(p), kValuesOfEntry, plan.batch, plan.kv_map);
         }
@@ -138,7 +138,7 @@ CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Trai
   const int chunks = rows_of_head<kChunk>(head_dim);
   ClusterTransactionBarrier::arrive_and_expect_tx(&full, chunks * p.q_tile_tokens * kRowBytes);
   const int slot = plan.query_slot + head;
-  if (Traits::kIsPlain || !p.q_boxes.go_around) {
+  if (Traits::kIsPlain || !p.q_boxes.has_seams) {
     load_tile<Traits::kStages == 1 ? 4 : 1>(map, &full, to, chunks, Traits::kQueries, walk.z, walk.y, walk.x, slot);
     return;
   }
@@ -152,7 +152,7 @@ template <class Traits>
 CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
   // If tiles take turns, the next tile is not taken ahead. Otherwise, tiles with later turns would wait for it while
   // this CTA still processes its current tile.
-  const int planned_ahead = p.schedule.turns == nullptr ? kPlannedAhead : 0;
+  const int planned_ahead = p.schedule.additions == nullptr ? kPlannedAhead : 0;
   Ring<Traits::kStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {
     const auto& plan = shared.plan[slot.index];
@@ -200,14 +200,14 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
       for (int tile = 0; tile < plan.q_tiles; ++tile) {
         const int head = plan.kv_head * p.heads_per_kv + i;
         // Loads to registers, because the buffers in shared memory may still be in use.
-        float2 of_rows[Traits::kQueries / 32];
+        float2 row_statistics[Traits::kQueries / 32];
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
           const int row = lane + 32 * r;
           const int token = query_token<Traits::kIsPlain>(p, plan, walk.begin(), shared.column_coordinates[row]);
           const bool exists = row < p.q_tile_tokens && token >= 0;
           const std::int64_t at = static_cast<std::int64_t>(plan.batch * p.heads + head) * p.queries + token;
-          of_rows[r] = exists ? load_written(p.statistics + at) : make_float2(INFINITY, 0.f);
+          row_statistics[r] = exists ? load_written(p.statistics + at) : make_float2(INFINITY, 0.f);
         }
         stage.wait_empty(shared.empty_q);
         if constexpr (Traits::kLoadsApart) {
@@ -221,10 +221,10 @@ CUTE_DEVICE void load_statistics(const BackwardParams& p, typename Traits::Share
         CUTE_UNROLL
         for (int r = 0; r < Traits::kQueries / 32; ++r) {
           // If all keys of a query are masked out, its logsumexp is -infinity. Infinity makes its weights zero.
-          if (Traits::kHasKeyBias && of_rows[r].x == -INFINITY) of_rows[r].x = INFINITY;
-          shared.logsumexp[stage.index][lane + 32 * r] = of_rows[r].x;
-          shared.delta[stage.index][lane + 32 * r] = of_rows[r].y;
-          is_large = is_large || has_remainder<typename Traits::Element>(of_rows[r].x);
+          if (Traits::kHasKeyBias && row_statistics[r].x == -INFINITY) row_statistics[r].x = INFINITY;
+          shared.logsumexp[stage.index][lane + 32 * r] = row_statistics[r].x;
+          shared.delta[stage.index][lane + 32 * r] = row_statistics[r].y;
+          is_large = is_large || has_remainder<typename Traits::Element>(row_statistics[r].x);
         }
         is_large = __any_sync(0xffffffffu, is_large);
         if (is_large) load_remainders<Traits>(p, shared, stage.index, plan, head, walk.begin());

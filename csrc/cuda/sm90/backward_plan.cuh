@@ -37,8 +37,8 @@ struct KeyTilePlan {
 /// Plans a tile of additional tokens, to which every query attends.
 template <int kKeys>
 CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<kKeys>& plan) {
-  const TilePlace place = p.schedule.additional_place(tile);
-  const int lane = threadIdx.x % 32, first = place.index[2] * p.kv_tile_tokens;
+  const TilePosition position = p.schedule.locate_additional(tile);
+  const int lane = threadIdx.x % 32, first = position.index[2] * p.kv_tile_tokens;
   const int4 begin = make_int4(0, 0, 0, 0);
   const int4 end =
       make_int4(p.axis[0].query_local_extent, p.axis[1].query_local_extent, p.axis[2].query_local_extent, 0);
@@ -52,9 +52,9 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
     plan.inner_end = first + p.kv_tile_tokens <= p.additional_kv ? end : begin;
     plan.kv_begin = make_int4(0, 0, first, 0);
     plan.q_stride = make_int4(end.y * end.z, end.z, 1, 0);
-    plan.batch = place.batch;
-    plan.kv_head = place.head;
-    plan.scale = p.scale.of((place.batch * p.heads_kv + place.head) * p.heads_per_kv).logits;
+    plan.batch = position.batch;
+    plan.kv_head = position.head;
+    plan.scale = p.scale.for_head((position.batch * p.heads_kv + position.head) * p.heads_per_kv).logits;
     plan.group = 0;
     plan.q_tiles = p.axis[0].by_q_tile.divide(end.x + p.axis[0].q_tile - 1) *
                    p.axis[1].by_q_tile.divide(end.y + p.axis[1].q_tile - 1) *
@@ -65,8 +65,8 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
     plan.out_cotangents = &p.out_cotangent[kWholeLayout];
     plan.kv_map = 0;
     plan.q_token = 0;
-    plan.query_slot = place.batch * p.queries * p.heads;
-    plan.kv_slot = place.batch * p.additional_kv * p.heads_kv + place.head;
+    plan.query_slot = position.batch * p.queries * p.heads;
+    plan.kv_slot = position.batch * p.additional_kv * p.heads_kv + position.head;
   }
 }
 
@@ -82,61 +82,63 @@ CUTE_DEVICE void plan_additional(const BackwardParams& p, int tile, KeyTilePlan<
 ///
 /// `kIsPlain`: see ForwardTraits.
 template <bool kIsPlain, int kKeys>
-CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, EntryLayout::Kept& layout, int tile,
+CUTE_DEVICE bool plan_key_tile(const BackwardParams& p, const Origin* origins, EntryLayout::Cache& layout, int tile,
                                KeyTilePlan<kKeys>& plan) {
   if (tile < p.schedule.additional_tiles) {
     plan_additional(p, tile, plan);
     return true;
   }
-  const TilePlace place = p.schedule.place(p.axis, tile);
+  const TilePosition position = p.schedule.locate(p.axis, tile);
   const int lane = threadIdx.x % 32, d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
-  const int number = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
+  const int number = d == 0 ? position.index[0] : d == 1 ? position.index[1] : position.index[2];
   const Origin query_origin = kIsPlain ? Origin{0, 0} : origins[d],
                kv_origin = kIsPlain ? Origin{0, 0} : origins[3 + d];
   const int index = p.schedule.tile_of(axis, d, number, kv_origin.index - query_origin.index);
-  const int residue = d == 0 ? place.residue[0] : d == 1 ? place.residue[1] : place.residue[2];
+  const int residue = d == 0 ? position.residue[0] : d == 1 ? position.residue[1] : position.residue[2];
   EntryAxis entry(axis, query_origin, kv_origin);
-  if (!kIsPlain && p.layouts != nullptr) entry = EntryAxis(axis, EntryLayout(p.layouts, place.batch, layout), d);
+  if (!kIsPlain && p.layouts != nullptr) entry = EntryAxis(axis, EntryLayout(p.layouts, position.batch, layout), d);
   const KeyAxisPlan own(axis, entry, residue, index);
   if (__any_sync(0xffffffffu, own.kv_begin >= own.kv.local_length)) return false;
-  const int2 of_first = own.seen_by(axis, own.first, kIsPlain), of_last = own.seen_by(axis, own.last, kIsPlain);
-  // Turns are counted per query tile. So all key/value tiles must divide the queries into the same query tiles, which
-  // start at multiples of q_tile.
-  const int hull_begin = p.schedule.turns != nullptr ? axis.by_q_tile.divide(of_first.x) * axis.q_tile
-                         : kIsPlain                  ? of_first.x
-                                                     : begin_at_seam(axis, p.q_boxes.extent[d], of_first.x, of_last.y);
-  const int q_tiles = of_first.x < of_last.y ? axis.by_q_tile.divide(of_last.y - hull_begin + axis.q_tile - 1) : 0;
-  const int all_q_tiles = of_lane(q_tiles, 0) * of_lane(q_tiles, 1) * of_lane(q_tiles, 2);
+  const int2 first_window = own.attending_queries(axis, own.first, kIsPlain),
+             last_window = own.attending_queries(axis, own.last, kIsPlain);
+  // Additions are counted per query tile. So all key/value tiles must divide the queries into the same query tiles,
+  // which start at multiples of q_tile.
+  const int hull_begin = p.schedule.additions != nullptr ? axis.by_q_tile.divide(first_window.x) * axis.q_tile
+                         : kIsPlain ? first_window.x
+                                    : begin_at_seam(axis, p.q_boxes.extent[d], first_window.x, last_window.y);
+  const int q_tiles =
+      first_window.x < last_window.y ? axis.by_q_tile.divide(last_window.y - hull_begin + axis.q_tile - 1) : 0;
+  const int all_q_tiles = broadcast_lane(q_tiles, 0) * broadcast_lane(q_tiles, 1) * broadcast_lane(q_tiles, 2);
   const PlannedGroup group(p.axis, entry, own.query, own.kv);
   if (lane < 3) {
-    const auto set = [&](int4& of_axes, int value) { reinterpret_cast<int*>(&of_axes)[lane] = value; };
+    const auto set = [&](int4& field, int value) { reinterpret_cast<int*>(&field)[lane] = value; };
     set(plan.hull_begin, hull_begin);
-    set(plan.hull_end, of_last.y);
-    set(plan.inner_begin, of_last.x);
-    set(plan.inner_end, own.is_whole(axis) ? of_first.y : of_last.x);
+    set(plan.hull_end, last_window.y);
+    set(plan.inner_begin, last_window.x);
+    set(plan.inner_end, own.is_whole(axis) ? first_window.y : last_window.x);
     set(plan.kv_begin, own.kv_begin);
     const int z_extent = p.axis[2].query_local_extent, line = p.axis[1].query_local_extent * z_extent;
     set(plan.q_stride, axis.dilation * (lane == 0 ? line : lane == 1 ? z_extent : 1));
     plan.axis[lane] = own;
   }
   if (lane == 0) {
-    plan.batch = place.batch;
-    plan.kv_head = place.head;
-    plan.scale = p.scale.of((place.batch * p.heads_kv + place.head) * p.heads_per_kv).logits;
-    plan.group = place.group;
+    plan.batch = position.batch;
+    plan.kv_head = position.head;
+    plan.scale = p.scale.for_head((position.batch * p.heads_kv + position.head) * p.heads_per_kv).logits;
+    plan.group = position.group;
     plan.q_tiles = all_q_tiles;
     plan.is_additional = false;
     plan.query_map = group.query_map;
     const CUtensorMap* const entry_maps = kIsPlain ? nullptr : p.entry_maps;
-    plan.queries = BackwardMaps::of(entry_maps, p.query, kQueriesOfEntry, place.batch, group.query_map);
+    plan.queries = BackwardMaps::select_map(entry_maps, p.query, kQueriesOfEntry, position.batch, group.query_map);
     plan.out_cotangents =
-        BackwardMaps::of(entry_maps, p.out_cotangent, kOutCotangentsOfEntry, place.batch, group.query_map);
+        BackwardMaps::select_map(entry_maps, p.out_cotangent, kOutCotangentsOfEntry, position.batch, group.query_map);
     plan.kv_map = group.kv_map;
     // The strides of the tensor maps include the dilation. The offset selects the group's first token.
     plan.q_token = group.q_token;
-    plan.query_slot = (place.batch * p.queries + group.q_token) * p.heads;
-    plan.kv_slot = (place.batch * p.keys + group.kv_token) * p.heads_kv + place.head;
+    plan.query_slot = (position.batch * p.queries + group.q_token) * p.heads;
+    plan.kv_slot = (position.batch * p.keys + group.kv_token) * p.heads_kv + position.head;
   }
   return true;
 }
@@ -152,10 +154,10 @@ CUTE_DEVICE void plan_windows(const BackwardParams& p, const uchar4* row_coordin
   const int lane = threadIdx.x % 32;
   const int y_first = p.axis[0].kv_tile, z_first = y_first + p.axis[1].kv_tile, end = z_first + p.axis[2].kv_tile;
   for (int first = 0; first < end; first += 32) {
-    const int i = min(first + lane, end - 1), of = (i >= y_first) + (i >= z_first);
-    const KeyAxisPlan& of_axis = plan.axis[of];
-    const int coordinate = i - (of == 0 ? 0 : of == 1 ? y_first : z_first);
-    plan.windows[i] = of_axis.seen_by(p.axis[of], of_axis.kv_begin + coordinate, kIsPlain);
+    const int i = min(first + lane, end - 1), dimension = (i >= y_first) + (i >= z_first);
+    const KeyAxisPlan& axis_plan = plan.axis[dimension];
+    const int coordinate = i - (dimension == 0 ? 0 : dimension == 1 ? y_first : z_first);
+    plan.windows[i] = axis_plan.attending_queries(p.axis[dimension], axis_plan.kv_begin + coordinate, kIsPlain);
   }
   __syncwarp();
   for (int row = lane; row < kKeys; row += 32) {
@@ -180,27 +182,28 @@ CUTE_DEVICE int query_token(const BackwardParams& p, const KeyTilePlan<kKeys>& p
   int x = at.x + in_tile.x, y = at.y + in_tile.y, z = at.z + in_tile.z;
   // Compares indices in the dilation group, because token numbers past the layout might exceed 32 bits.
   if (x >= plan.hull_end.x || y >= plan.hull_end.y || z >= plan.hull_end.z) return -1;
-  if (!kIsPlain && p.q_boxes.go_around && !plan.is_additional) {
-    x = p.axis[0].around(x);
-    y = p.axis[1].around(y);
-    z = p.axis[2].around(z);
+  if (!kIsPlain && p.q_boxes.has_seams && !plan.is_additional) {
+    x = p.axis[0].wrap_index(x);
+    y = p.axis[1].wrap_index(y);
+    z = p.axis[2].wrap_index(z);
   }
   return plan.q_token + x * plan.q_stride.x + y * plan.q_stride.y + z * plan.q_stride.z;
 }
 
-/// Turn of a key/value tile: its position in the fixed order in which key/value tiles add to the dQ of a query tile.
-struct Turn {
+/// Position of a key/value tile in the fixed order in which key/value tiles add to the dQ of a query tile.
+struct OrderedAddition {
   int q_tile;  // number of the query tile in its dilation group
   int before;  // number of key/value tiles that add before this one
 };
 
-/// Computes the turn of a key/value tile at one of its query tiles. Warp-collective.
+/// Computes the position of a key/value tile in this order, at one of its query tiles. Warp-collective.
 ///
 /// The key/value tiles to which the query tile attends form a box. All tiles of the box add to the dQ of the query
 /// tile, in the order of KeyTileSchedule. `before` is computed from two numbers per dimension: the extent of the box in
 /// tiles, and the number of tiles in this extent that come before the key/value tile.
 template <int kKeys>
-CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan, const QueryWalk& at) {
+CUTE_DEVICE OrderedAddition plan_addition(const BackwardParams& p, const KeyTilePlan<kKeys>& plan,
+                                          const QueryWalk& at) {
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
   const int q_begin = d == 0 ? at.x : d == 1 ? at.y : at.z;
@@ -222,11 +225,15 @@ CUTE_DEVICE Turn turn_of(const BackwardParams& p, const KeyTilePlan<kKeys>& plan
     const int end = window_bounds(windows, last_query, own.kv.length).end - own.kv.shift;
     const int lowest = axis.by_kv_tile.divide(max(begin, 0));
     const int highest = axis.by_kv_tile.divide(min(end, own.kv.local_length) - 1);
-    before = p.schedule.turn_order[d].before(axis.by_kv_tile.divide(own.kv_begin), lowest, highest);
+    before = p.schedule.addition_order[d].before(axis.by_kv_tile.divide(own.kv_begin), lowest, highest);
     tiles = highest - lowest + 1;
   }
-  return {(of_lane(q_tile, 0) * of_lane(q_tiles, 1) + of_lane(q_tile, 1)) * of_lane(q_tiles, 2) + of_lane(q_tile, 2),
-          (of_lane(before, 0) * of_lane(tiles, 1) + of_lane(before, 1)) * of_lane(tiles, 2) + of_lane(before, 2)};
+  return {
+      (broadcast_lane(q_tile, 0) * broadcast_lane(q_tiles, 1) + broadcast_lane(q_tile, 1)) *
+              broadcast_lane(q_tiles, 2) +
+          broadcast_lane(q_tile, 2),
+      (broadcast_lane(before, 0) * broadcast_lane(tiles, 1) + broadcast_lane(before, 1)) * broadcast_lane(tiles, 2) +
+          broadcast_lane(before, 2)};
 }
 
 }  // namespace natten_jax::sm90

@@ -56,28 +56,28 @@ struct GradientProducts {
     CUTE_DEVICE int sum_block() const { return Traits::kAlternates ? 0 : warpgroup; }
 
     template <class Layout, class Extents>
-    CUTE_DEVICE static auto of(Element* tile, Layout layout, Extents extents, int row, int column) {
+    CUTE_DEVICE static auto tile_part(Element* tile, Layout layout, Extents extents, int row, int column) {
       return local_tile(make_tensor(make_smem_ptr(tile), layout), extents, make_coord(row, column, _0{}));
     }
     CUTE_DEVICE auto key_rows(Element* tile) const {
       return ProductS{}.get_thread_slice(thread).partition_fragment_A(
-          of(tile, KeyRows{}, Shape<_64, Int<kHeadDim>, _1>{}, row_block(), 0));
+          tile_part(tile, KeyRows{}, Shape<_64, Int<kHeadDim>, _1>{}, row_block(), 0));
     }
     CUTE_DEVICE auto query_rows(Element* tile) const {
       return ProductS{}.get_thread_slice(thread).partition_fragment_B(
-          of(tile, QueryRows{}, Shape<Int<kLogitColumns>, Int<kHeadDim>, Int<kStages>>{}, column_block(), 0));
+          tile_part(tile, QueryRows{}, Shape<Int<kLogitColumns>, Int<kHeadDim>, Int<kStages>>{}, column_block(), 0));
     }
     CUTE_DEVICE auto query_columns(Element* tile) const {
-      return ProductKv{}.get_thread_slice(thread).partition_fragment_B(
-          of(tile, QueryColumns{}, Shape<Int<kGradientColumns>, Int<kQueries>, Int<kStages>>{}, column_block(), 0));
+      return ProductKv{}.get_thread_slice(thread).partition_fragment_B(tile_part(
+          tile, QueryColumns{}, Shape<Int<kGradientColumns>, Int<kQueries>, Int<kStages>>{}, column_block(), 0));
     }
     CUTE_DEVICE auto score_columns(Element* tile) const {
       return ProductQ{}.get_thread_slice(thread).partition_fragment_A(
-          of(tile, ScoreColumns{}, Shape<_64, Int<kKeys>, Int<kScoreBuffers>>{}, 0, 0));
+          tile_part(tile, ScoreColumns{}, Shape<_64, Int<kKeys>, Int<kScoreBuffers>>{}, 0, 0));
     }
     CUTE_DEVICE auto key_columns(Element* tile) const {
       return ProductQ{}.get_thread_slice(thread).partition_fragment_B(
-          of(tile, KeyColumns{}, Shape<Int<kSumColumns>, Int<kKeys>, _1>{}, sum_block(), 0));
+          tile_part(tile, KeyColumns{}, Shape<Int<kSumColumns>, Int<kKeys>, _1>{}, sum_block(), 0));
     }
   };
 
@@ -109,11 +109,11 @@ struct GradientProducts {
   /// Starts the product for S. `stage` is the buffer of Q.
   CUTE_DEVICE void start_s(int stage, int head_dim) {
     constexpr auto kFirst = Traits::kHasKeyBias ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
-    start_of_heads(keys(_, _, _, _0{}), queries(_, _, _, stage), head_dim, s, kFirst);
+    start_head_product(keys(_, _, _, _0{}), queries(_, _, _, stage), head_dim, s, kFirst);
   }
   /// Starts the product for dP, the gradient of the weights. `stage` is the buffer of dO.
   CUTE_DEVICE void start_ds(int stage, int head_dim_v) {
-    start_of_heads(values(_, _, _, _0{}), out_cotangents(_, _, _, stage), head_dim_v, ds);
+    start_head_product(values(_, _, _, _0{}), out_cotangents(_, _, _, stage), head_dim_v, ds);
   }
   /// Starts the product for dQ. `buffer` is the buffer of dS.
   CUTE_DEVICE void start_dq(int buffer) {
@@ -143,8 +143,8 @@ struct GradientProducts {
  private:
   /// Starts a product that sums over the head dimension.
   template <class Rows, class Columns>
-  CUTE_DEVICE static void start_of_heads(const Rows& rows, const Columns& columns, int head_dim, Accumulator& result,
-                                         GMMA::ScaleOut first = GMMA::ScaleOut::Zero) {
+  CUTE_DEVICE static void start_head_product(const Rows& rows, const Columns& columns, int head_dim,
+                                             Accumulator& result, GMMA::ScaleOut first = GMMA::ScaleOut::Zero) {
     const auto ends = [&](int step) { return Traits::kIsNarrow && end_before<kHeadDim / kStep>(step, head_dim); };
     start(ProductS{}, rows, columns, result, ends, first);
   }

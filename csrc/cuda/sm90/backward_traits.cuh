@@ -95,7 +95,7 @@ struct BackwardTraits {
     uchar4 row_coordinates[kKeys];        // coordinates x, y, z of each row in the key/value tile
     uchar4 column_coordinates[kQueries];  // coordinates x, y, z of each column in the query tile
     Origin origins[6];
-    EntryLayout::Kept layout;
+    EntryLayout::Cache layout;
     std::uint32_t mask_words[QueryColumnMask::capacity(kQueries)];
     alignas(8) std::uint64_t full_k, full_v, empty_kv, full_gradients, empty_gradients;
     std::uint64_t full_sums, empty_sums, wants_plan;

@@ -24,7 +24,7 @@ class Attention {
         thread(threadIdx.x % 128),
         warpgroup(cutlass::canonical_warp_group_idx() - 1),
         products(shared, warpgroup, thread),
-        mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
+        mask_of_rows{{RowPosition(p, first_row()), RowPosition(p, first_row() + 8)}, build_mask(p, shared)},
         order(warpgroup) {
     // If the launch continues earlier ones, the first load into the output buffer is the output of these launches. Here
     // and in `finish_query_tile`, the condition is `p.continues`. With `continues<Traits>(p)`, the kernels for plain
@@ -38,7 +38,7 @@ class Attention {
     start_output();
     if (!next_query_tile()) return;
     scale_logits();
-    find_seen();
+    skip_hidden_tiles();
     start_first_s();
     order.pass_turn();
     // Without this wait, ptxas gives S different registers at the entry and at the back edge of the loop.
@@ -64,7 +64,7 @@ class Attention {
       start_o();
       warpgroup_wait<0>();
       finish_o();
-      if (find_seen()) {
+      if (skip_hidden_tiles()) {
         start_s();
         order.pass_turn();
         continue;
@@ -73,7 +73,7 @@ class Attention {
       slot.advance();
       if constexpr (!Traits::kSeparateOutput) finish_query_tile(finished);
       if (!next_query_tile()) break;
-      find_seen();
+      skip_hidden_tiles();
       start_first_s();
       order.pass_turn();
       // Completes the previous query tile while the first logits of the next one are computed.
@@ -128,7 +128,7 @@ class Attention {
 
   /// Releases the buffer of Q after the query tile's last key tile, unless Q is in registers or the buffer also
   /// receives the output.
-  CUTE_DEVICE void leave_query() {
+  CUTE_DEVICE void release_query() {
     if constexpr (Traits::kSeparateOutput && !Traits::kQueryInRegisters) {
       if (left == 0) arrive(shared.empty_q);
     }
@@ -141,12 +141,12 @@ class Attention {
   }
 
   /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if no other tile is left.
-  CUTE_DEVICE bool find_seen() {
+  CUTE_DEVICE bool skip_hidden_tiles() {
     while (left > 0) {
       mask = mask_in(k);
       if (mask != kHidden) return true;
       --left;
-      leave_query();
+      release_query();
       order.await_turn();
       order.pass_turn();
       arrive(shared.empty_k[k.index]);
@@ -188,9 +188,9 @@ class Attention {
         slot.wait_full(shared.full_windows);
         mask_of_rows.start_line(p, plan, tile);
       }
-      mask_of_rows.see(p, plan, tile);
+      mask_of_rows.set_visible(p, plan, tile);
     } else if (mask == kEndMask) {
-      mask_of_rows.see_first(p.additional_kv - tile.z, threadIdx.x % 4);
+      mask_of_rows.set_first_visible(p.additional_kv - tile.z, threadIdx.x % 4);
     }
     next_mask = kHidden;
     if (left > 1) next_mask = mask_in(k.next());
@@ -207,8 +207,8 @@ class Attention {
     }
     k.advance();
     --left;
-    leave_query();
-    if (mask != kNoMask) logits().hide(mask_of_rows.visible, -INFINITY);
+    release_query();
+    if (mask != kNoMask) logits().replace_masked(mask_of_rows.visible, -INFINITY);
     mask = next_mask;
     softmax.find_references(logits());
   }
@@ -243,7 +243,7 @@ class Attention {
       if (p.continues) merge_earlier(sums);
     }
     const TilePlan& plan = shared.plan[finished];
-    const float sink = sink_of(p.scale, p.scale.of(plan.batch * p.heads + plan.head));
+    const float sink = sink_of(p.scale, p.scale.for_head(plan.batch * p.heads + plan.head));
     if (sink != -INFINITY) sums.add(sink);
     store_output(sums);
     store_statistics(p, plan, mask_of_rows, sums);

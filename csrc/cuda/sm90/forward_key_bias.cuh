@@ -43,7 +43,7 @@ class TileBiases {
  public:
   /// Computes the address and the conversion factor of the biases for a new query tile.
   CUTE_DEVICE void start(const ForwardParams& p, const TilePlan& plan) {
-    of_head = reinterpret_cast<const char*>(biases_of_head(p, plan.head));
+    head_biases = reinterpret_cast<const char*>(biases_of_head(p, plan.head));
     first_of_group = token_of_slot(p, plan.kv_slot);
     in_products = products_per_base2_logit(plan.exponent_scale);
   }
@@ -53,17 +53,17 @@ class TileBiases {
   /// key, because their logits are masked out.
   CUTE_DEVICE void fetch(const ForwardParams& p, typename Traits::SharedStorage& shared, const KvWalk& walk,
                          int ahead) {
-    const bool goes_around = !Traits::kIsPlain && p.kv_boxes.go_around;
-    const int first = first_of_group + (goes_around ? 0 : tokens_to_key(p.axis, walk.x, walk.y, walk.z));
+    const bool has_seams = !Traits::kIsPlain && p.kv_boxes.has_seams;
+    const int first = first_of_group + (has_seams ? 0 : tokens_to_key(p.axis, walk.x, walk.y, walk.z));
     const std::uint32_t destination = shared_address(shared.key_bias[(tile + ahead) % Traits::kBiasStages]);
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) {
-      const int place = shared.bias_places[row(i)];
-      const int from_first = goes_around ? tokens_around(p, walk, place) : place;
+    for (int i = 0; i < kBiasesPerLane; ++i) {
+      const int position = shared.bias_positions[row(i)];
+      const int from_first = has_seams ? wrapped_tokens(p, walk, position) : position;
       const unsigned token = min(static_cast<unsigned>(first + from_first), static_cast<unsigned>(p.last_key));
       // This product is a single instruction, because the byte stride between tokens fits in 32 bits.
       const std::uint64_t bytes = static_cast<std::uint64_t>(token) * (4u * static_cast<unsigned>(p.key_bias_heads));
-      copy_word_async(destination + 4 * place_of_bias(i), of_head + bytes, true);
+      copy_word_async(destination + 4 * bias_index(i), head_biases + bytes, true);
     }
     commit_copies();
   }
@@ -71,7 +71,7 @@ class TileBiases {
   /// Zeroes the biases of a tile of additional keys, because additional keys have no biases.
   CUTE_DEVICE void clear(typename Traits::SharedStorage& shared) {
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) shared.key_bias[tile % Traits::kBiasStages][place_of_bias(i)] = 0.f;
+    for (int i = 0; i < kBiasesPerLane; ++i) shared.key_bias[tile % Traits::kBiasStages][bias_index(i)] = 0.f;
   }
 
   /// Waits until the next tile's biases are copied, converts them to terms of the products of queries and keys, and
@@ -84,33 +84,34 @@ class TileBiases {
     }
     const int stage = tile++ % Traits::kBiasStages;
     CUTE_UNROLL
-    for (int i = 0; i < kOfLane; ++i) {
-      float& bias = shared.key_bias[stage][place_of_bias(i)];  // this lane has copied this bias
+    for (int i = 0; i < kBiasesPerLane; ++i) {
+      float& bias = shared.key_bias[stage][bias_index(i)];  // this lane has copied this bias
       bias = bias_in_products(bias, in_products);
     }
     arrive(shared.full_biases[stage]);  // every lane arrives, because every lane wrote some biases
   }
 
  private:
-  static constexpr int kOfLane = Traits::kColumns / kWarp;
+  static constexpr int kBiasesPerLane = Traits::kColumns / kWarp;
 
   CUTE_DEVICE static int row(int i) { return threadIdx.x % kWarp + kWarp * i; }
 
   /// Index in a buffer of the `i`th bias that the lane loads. The biases that a consumer lane reads are contiguous in
   /// the buffer. These are the biases of two neighboring columns in every eight columns of the logits.
-  CUTE_DEVICE static int place_of_bias(int i) {
+  CUTE_DEVICE static int bias_index(int i) {
     const int row = threadIdx.x % kWarp;
     return row % 8 / 2 * Traits::kLaneBiases + row / 8 * 2 + row % 2 + kWarp / 4 * i;
   }
 
   /// Distance in tokens from the dilation group's first key to a key of the tile at `walk`. Used if a dimension wraps.
-  /// `place` contains the key's coordinates in the tile, a byte per dimension.
-  CUTE_DEVICE static int tokens_around(const ForwardParams& p, const KvWalk& walk, int place) {
-    return tokens_to_key(p.axis, p.axis[0].around(walk.x + (place & 0xff)),
-                         p.axis[1].around(walk.y + (place >> 8 & 0xff)), p.axis[2].around(walk.z + (place >> 16)));
+  /// `position` contains the key's coordinates in the tile, a byte per dimension.
+  CUTE_DEVICE static int wrapped_tokens(const ForwardParams& p, const KvWalk& walk, int position) {
+    return tokens_to_key(p.axis, p.axis[0].wrap_index(walk.x + (position & 0xff)),
+                         p.axis[1].wrap_index(walk.y + (position >> 8 & 0xff)),
+                         p.axis[2].wrap_index(walk.z + (position >> 16)));
   }
 
-  const char* of_head;
+  const char* head_biases;
   int first_of_group;
   float in_products;
   unsigned tile = 0;  // number of the tile that `finish` completes next
@@ -121,12 +122,12 @@ class TileBiases {
 template <class Traits>
 CUTE_DEVICE void prepare_biases(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   for (int row = threadIdx.x; row < Traits::kColumns; row += Traits::kThreads) {
-    if (!Traits::kIsPlain && p.kv_boxes.go_around) {
-      const int3 at = place_in_boxes(p.kv_boxes, row);
-      shared.bias_places[row] = at.x | at.y << 8 | at.z << 16;
+    if (!Traits::kIsPlain && p.kv_boxes.has_seams) {
+      const int3 at = position_in_boxes(p.kv_boxes, row);
+      shared.bias_positions[row] = at.x | at.y << 8 | at.z << 16;
     } else {
-      const int3 at = place_in_tile<&DeviceAxis::by_kv_tile>(p.axis, row);
-      shared.bias_places[row] = tokens_to_key(p.axis, at.x, at.y, at.z);
+      const int3 at = position_in_tile<&DeviceAxis::by_kv_tile>(p.axis, row);
+      shared.bias_positions[row] = tokens_to_key(p.axis, at.x, at.y, at.z);
     }
   }
 }

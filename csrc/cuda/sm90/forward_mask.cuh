@@ -11,15 +11,15 @@
 namespace natten_jax::sm90 {
 
 /// Position of a row in the query tile.
-struct RowPlace {
+struct RowPosition {
   // Bytes 0 to 2: index of the row's window in TilePlan::windows, for each dimension. Byte 3: 1 if the query tile has
   // this row, otherwise 0.
   std::uint32_t window_indices;
 
   /// Rows past the end of the query tile get the position of row 0.
-  CUTE_DEVICE RowPlace(const ForwardParams& p, int row) {
+  CUTE_DEVICE RowPosition(const ForwardParams& p, int row) {
     const bool exists = row < p.q_tile_tokens;
-    const int3 at = place_in_tile<&DeviceAxis::by_q_tile>(p.axis, exists ? row : 0);
+    const int3 at = position_in_tile<&DeviceAxis::by_q_tile>(p.axis, exists ? row : 0);
     const int y_first = p.axis[0].q_tile, z_first = y_first + p.axis[1].q_tile;
     window_indices = at.x | (y_first + at.y) << 8 | (z_first + at.z) << 16 | exists << 24;
   }
@@ -61,13 +61,13 @@ CUTE_DEVICE std::int64_t statistic_of(const ForwardParams& p, const TilePlan& pl
 
 /// Masks of a thread's two rows for the current key/value tile.
 struct WindowMask {
-  RowPlace row[2];
+  RowPosition row[2];
   LaneMask<KeyColumnMask> lane_mask;
   std::uint32_t visible[2];  // Per row: mask of the current tile, with a bit per element.
   // Key/value tiles with equal first coordinates in x and y form a line. `line_x` and `line_y` are these coordinates
-  // for the current line. `of_line` contains a mask per row, which is the same for all tiles of the line. A bit is set
-  // if the key is in the row's window in dimensions x and y.
-  std::uint32_t of_line[2];
+  // for the current line. `line_masks` contains a mask per row, which is the same for all tiles of the line. A bit is
+  // set if the key is in the row's window in dimensions x and y.
+  std::uint32_t line_masks[2];
   int line_x, line_y;
 
   /// Resets `line_x` for a new query tile, so that its first key/value tile starts a new line.
@@ -81,28 +81,30 @@ struct WindowMask {
     line_y = tile.y;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      of_line[i] = lane_mask.between(0, p.axis[0].kv_tile, row[i].window(plan, 0), tile.x) &
-                   lane_mask.between(1, p.axis[1].kv_tile, row[i].window(plan, 1), tile.y);
+      line_masks[i] = lane_mask.between(0, p.axis[0].kv_tile, row[i].window(plan, 0), tile.x) &
+                      lane_mask.between(1, p.axis[1].kv_tile, row[i].window(plan, 1), tile.y);
     }
   }
 
   /// Computes `visible` for the tile at `tile`, which lies on the current line.
-  CUTE_DEVICE void see(const ForwardParams& p, const TilePlan& plan, int4 tile) {
+  CUTE_DEVICE void set_visible(const ForwardParams& p, const TilePlan& plan, int4 tile) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      visible[i] = of_line[i] & lane_mask.between(2, p.axis[2].kv_tile, row[i].window(plan, 2), tile.z);
+      visible[i] = line_masks[i] & lane_mask.between(2, p.axis[2].kv_tile, row[i].window(plan, 2), tile.z);
     }
   }
 
   /// Computes `visible` for a tile of additional tokens: both rows attend to its first `columns` columns.
-  CUTE_DEVICE void see_first(int columns, int lane4) { visible[0] = visible[1] = KeyColumnMask::first(columns, lane4); }
+  CUTE_DEVICE void set_first_visible(int columns, int lane4) {
+    visible[0] = visible[1] = KeyColumnMask::first(columns, lane4);
+  }
 };
 
 /// Stores the logsumexp and the remainder of the row that the lane completes (`completes_second_row`). Of the four
 /// lanes that share two rows, only the first two store anything.
 CUTE_DEVICE void store_statistics(const ForwardParams& p, const TilePlan& plan, const WindowMask& mask,
                                   const RowSums& sums) {
-  const int token = of_completed_row(mask.row).token(p, plan);
+  const int token = select_completed_row(mask.row).token(p, plan);
   if (threadIdx.x % 4 > 1 || token < 0) return;
   const std::int64_t at = statistic_of(p, plan, token);
   p.logsumexp[at] = sums.logsumexp.value;

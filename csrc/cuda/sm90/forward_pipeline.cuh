@@ -13,11 +13,11 @@ using ForwardMaps = MapsOfEntries<kForwardArrays, kGroupClasses>;
 
 /// Index in the dilation group of a query tile's first query, if the launch continues earlier ones. Computed in the
 /// dimension that the lane plans.
-CUTE_DEVICE int begin_of_continued(const ForwardParams& p, const TilePlace& place, Origin query_origin,
+CUTE_DEVICE int begin_of_continued(const ForwardParams& p, const TilePosition& position, Origin query_origin,
                                    Origin kv_origin) {
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
-  const int index = d == 0 ? place.index[0] : d == 1 ? place.index[1] : place.index[2];
+  const int index = d == 0 ? position.index[0] : d == 1 ? position.index[1] : position.index[2];
   // `first_query` in steps of the dilation, rounded down. In some dilation groups, the first query at or after
   // `first_query` has an index that is larger by 1. The tiles of these groups begin one query early.
   const int first = axis.dilations(min(max(p.first_query[d], 0), axis.query_local_extent));
@@ -46,17 +46,17 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
       arrive(shared.full_plan[slot.index]);
       return;
     }
-    const TilePlace place = p.schedule.place(p.axis, tile);
+    const TilePosition position = p.schedule.locate(p.axis, tile);
     EntryAxis entry(p.axis[d], query_origin, kv_origin);
     if (!Traits::kIsPlain && p.layouts != nullptr) {
-      if (place.batch != batch) layout = EntryLayout(p.layouts, batch = place.batch);
+      if (position.batch != batch) layout = EntryLayout(p.layouts, batch = position.batch);
       entry = EntryAxis(p.axis[d], layout, d);
     }
-    QueryAxisPlan own = plan_axis(p.axis, place, entry);
-    if (continues<Traits>(p)) own.q_begin = begin_of_continued(p, place, query_origin, kv_origin);
+    QueryAxisPlan own = plan_axis(p.axis, position, entry);
+    if (continues<Traits>(p)) own.q_begin = begin_of_continued(p, position, query_origin, kv_origin);
     // Skip tiles that lie past the end of their dilation group.
     if (__any_sync(0xffffffffu, own.q_begin >= own.query.local_length)) continue;
-    plan_tile<Traits::kIsPlain>(p, entry, own, place, plan);
+    plan_tile<Traits::kIsPlain>(p, entry, own, position, plan);
     arrive(shared.full_plan[slot.index]);  // every lane arrives, because every lane wrote a part of the plan
     plan_windows<Traits::kIsPlain>(p, own, plan);
     arrive(shared.full_windows[slot.index]);
@@ -81,8 +81,9 @@ CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const
 #pragma unroll 1
   for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
     int mask = kWindowMask;
-    const int4 seen_begin = as_int4(plan.seen_begin[warpgroup]), seen_end = as_int4(plan.seen_end[warpgroup]);
-    if (walk.is_outside(p.axis, seen_begin, seen_end) && !is_empty(seen_begin, seen_end)) {
+    const int4 visible_begin = as_int4(plan.visible_begin[warpgroup]),
+               visible_end = as_int4(plan.visible_end[warpgroup]);
+    if (walk.is_outside(p.axis, visible_begin, visible_end) && !is_empty(visible_begin, visible_end)) {
       mask = kHidden;
     } else if (is_whole &&
                walk.is_inside(p.axis, as_int4(plan.inner_begin[warpgroup]), as_int4(plan.inner_end[warpgroup]))) {
@@ -173,14 +174,15 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       if (loader.leads()) {
         ClusterTransactionBarrier::arrive_and_expect_tx(&shared.full_q, loader.chunks * p.q_tile_tokens * kSwizzledRow);
         ForwardMaps::acquire(entry_maps, kQueryOfEntry, plan.batch, plan.query_map, acquired_query);
-        load_tile(ForwardMaps::of(entry_maps, p.query, kQueryOfEntry, plan.batch, plan.query_map), &shared.full_q,
-                  shared.q, loader.chunks, Traits::kRows, plan.q_begin[2], plan.q_begin[1], plan.q_begin[0],
-                  plan.query_slot);
+        load_tile(ForwardMaps::select_map(entry_maps, p.query, kQueryOfEntry, plan.batch, plan.query_map),
+                  &shared.full_q, shared.q, loader.chunks, Traits::kRows, plan.q_begin[2], plan.q_begin[1],
+                  plan.q_begin[0], plan.query_slot);
       }
     }
     constexpr int kArray = kIsKey ? kKeyOfEntry : kValueOfEntry;
     ForwardMaps::acquire(entry_maps, kArray, plan.batch, plan.kv_map, acquired);
-    const CUtensorMap* map = ForwardMaps::of(entry_maps, kIsKey ? p.key : p.value, kArray, plan.batch, plan.kv_map);
+    const CUtensorMap* map =
+        ForwardMaps::select_map(entry_maps, kIsKey ? p.key : p.value, kArray, plan.batch, plan.kv_map);
     const CUtensorMap* additional_map = kIsKey ? &p.additional_keys : &p.additional_values;
     const int kv_slot = plan.kv_slot, additional_slot = plan.additional_slot;
     const int4 hull_begin = as_int4(plan.hull_begin), hull_end = as_int4(plan.hull_end);
@@ -209,7 +211,7 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
         loader.biases.finish(shared, is_last);
       }
       loader.load(make_int4(walk.x, walk.y, walk.z, masks), [&](std::uint64_t* full, auto* to) {
-        if (Traits::kIsPlain || !p.kv_boxes.go_around) {
+        if (Traits::kIsPlain || !p.kv_boxes.has_seams) {
           load_tile(map, full, to, loader.chunks, Traits::kColumns, walk.z, walk.y, walk.x, kv_slot);
           return;
         }
@@ -246,7 +248,7 @@ template <class Traits>
 CUTE_DEVICE void fetch_earlier(const ForwardParams& p, const TilePlan& plan, typename Traits::SharedStorage& shared) {
   const int lane = threadIdx.x % 32;
   for (int row = lane; row < p.q_tile_tokens; row += 32) {
-    const int token = RowPlace(p, row).token(p, plan);
+    const int token = RowPosition(p, row).token(p, plan);
     const std::int64_t at = statistic_of(p, plan, max(token, 0));
     shared.earlier[row] = token < 0 ? make_float2(-INFINITY, 0.f) : make_float2(p.logsumexp[at], p.remainder[at]);
   }
@@ -277,7 +279,7 @@ CUTE_DEVICE void store_tiles(const ForwardParams& p, typename Traits::SharedStor
     cutlass::arch::NamedBarrier::sync(Traits::kConsumers + kWarp, named_barrier(kOutputReady));
     if (threadIdx.x % 32 == 0) {
       ForwardMaps::acquire(entry_maps, kOutOfEntry, plan.batch, plan.query_map, acquired);
-      const CUtensorMap* map = ForwardMaps::of(entry_maps, p.out, kOutOfEntry, plan.batch, plan.query_map);
+      const CUtensorMap* map = ForwardMaps::select_map(entry_maps, p.out, kOutOfEntry, plan.batch, plan.query_map);
       for (int chunk = 0; chunk < rows_of_head<kChunk>(p.head_dim_v); ++chunk) {
         SM90_TMA_STORE_5D::copy(map, tile + chunk * Traits::kRows * kChunk, chunk * kChunk, plan.q_begin[2],
                                 plan.q_begin[1], plan.q_begin[0], plan.query_slot);

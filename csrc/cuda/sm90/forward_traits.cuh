@@ -122,7 +122,7 @@ struct ForwardTraits {
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
     std::uint64_t full_biases[kHasKeyBias ? kBiasStages : 1];
     alignas(kHasKeyBias ? 16 : 4) float key_bias[kHasKeyBias ? kBiasStages : 1][kHasKeyBias ? kTileBiases : 1];
-    int bias_places[kHasKeyBias ? kColumns : 1];
+    int bias_positions[kHasKeyBias ? kColumns : 1];
   };
 };
 

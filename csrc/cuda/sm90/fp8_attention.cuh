@@ -26,14 +26,14 @@ class Float8Attention : private Float8Rows<Traits> {
     start_output();
     if (!next_plan()) return;
     scale_logits();
-    find_seen();
+    skip_hidden_tiles();
     start_first_logits();
     int finished;
     while (true) {
       while (true) {
         plan_mask();
         warpgroup_wait<0>();
-        leave_logits();
+        release_logits();
         to_weights();
         if (mask == kHidden) break;
         // Adds the weighted values of this key tile to the output, and starts the product for the logits of the next
@@ -43,14 +43,14 @@ class Float8Attention : private Float8Rows<Traits> {
         order.pass_turn();
       }
       exchange<false>();
-      if (find_seen()) {
+      if (skip_hidden_tiles()) {
         start_logits();
         continue;
       }
       finished = slot.index;
       slot.advance();
       if (!next_plan()) break;
-      find_seen();
+      skip_hidden_tiles();
       start_first_logits();
       // Completes the previous query tile while the first logits of the next one are computed.
       finish_query_tile(finished);
@@ -60,10 +60,10 @@ class Float8Attention : private Float8Rows<Traits> {
   }
 
  private:
-  using Rows::await_values, Rows::find_seen, Rows::first_row, Rows::leave_values, Rows::plan_mask;
-  using Rows::leave_keys, Rows::leave_query, Rows::next_plan;
+  using Rows::await_values, Rows::first_row, Rows::next_plan, Rows::plan_mask, Rows::skip_hidden_tiles;
   using Rows::left, Rows::mask, Rows::mask_of_rows, Rows::next_mask;
   using Rows::p, Rows::shared, Rows::thread, Rows::warpgroup, Rows::order, Rows::k, Rows::v, Rows::slot, Rows::output;
+  using Rows::release_keys, Rows::release_query, Rows::release_values;
 
   CUTE_DEVICE void start_output() {
     clear(products.o);
@@ -78,11 +78,11 @@ class Float8Attention : private Float8Rows<Traits> {
   /// 8x8 matrices of 16-bit elements.
   CUTE_DEVICE void load_query() {
     const int lane = threadIdx.x % 32, row = warpgroup * 64 + thread / 32 * 16 + lane % 16;
-    const std::uint32_t of_row = shared_address(shared.q) + row * kSwizzledRow;
+    const std::uint32_t row_address = shared_address(shared.q) + row * kSwizzledRow;
     Tensor word = recast<std::uint32_t>(products.query);
     CUTE_UNROLL
     for (int k = 0; k < Traits::kQuerySteps; ++k) {
-      const std::uint32_t address = of_row + 16 * ((2 * k + lane / 16) ^ row % 8);
+      const std::uint32_t address = row_address + 16 * ((2 * k + lane / 16) ^ row % 8);
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(word(4 * k)), "=r"(word(4 * k + 1)), "=r"(word(4 * k + 2)), "=r"(word(4 * k + 3))
                    : "r"(address)
@@ -121,16 +121,16 @@ class Float8Attention : private Float8Rows<Traits> {
       if constexpr (kStep < kParts) products.start_o(kStep, v.index);
       if constexpr (kHasNext && kStep == kLogitsStep) products.start_s(k.index);
     });
-    leave_values();
+    release_values();
   }
 
   /// Releases the buffer of the key tile whose logits are complete.
-  CUTE_DEVICE void leave_logits() {
+  CUTE_DEVICE void release_logits() {
     Tensor s = products.s();
     warpgroup_fence_operand(s);
-    leave_keys();
+    release_keys();
     --left;
-    leave_query();
+    release_query();
   }
 
   /// Computes the weights from the logits, as the register operand of the product with the values.
@@ -161,8 +161,8 @@ class Float8Attention : private Float8Rows<Traits> {
   }
 
   /// Writes the output tile to shared memory. The accumulator's columns have the order of the features (elements of a
-  /// head) in transposed value tiles (`turn_tile`). In this order, a thread holds four consecutive features of every
-  /// 16.
+  /// head) in transposed value tiles (`transpose_tile`). In this order, a thread holds four consecutive features of
+  /// every 16.
   CUTE_DEVICE void store_output(const float (&normalisation)[2]) {
     output.wait_empty(shared.empty_o);
     output.advance();

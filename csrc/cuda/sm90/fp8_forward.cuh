@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     Float8Attention<Traits>(p, shared).run();
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::kTurnerRegisters>();
-    turn_values<Traits>(p, shared);
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kTransposingRegisters>();
+    transpose_values<Traits>(p, shared);
   }
 }
 

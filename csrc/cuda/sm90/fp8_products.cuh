@@ -20,16 +20,17 @@ struct Float8Products {
   using SharedStorage = typename Traits::SharedStorage;
   using ProductS = decltype(Traits::query_key_product());
   using ProductO = decltype(Traits::weight_value_product());
-  // Numbers of elements that a thread holds of the logits (kOfLogits) and of a part of the weighted values (kOfPart).
-  static constexpr int kOfLogits = Traits::kColumns / 2, kOfPart = Traits::kValuePart / 2;
+  // Numbers of elements that a thread holds of the logits (kLogitElements) and of a part of the weighted values
+  // (kPartElements).
+  static constexpr int kLogitElements = Traits::kColumns / 2, kPartElements = Traits::kValuePart / 2;
   static constexpr int kSets = Traits::kValueParts == 1 ? 1 : 2;
-  static constexpr bool kIsLogitsApart = Traits::kHeadDim <= 64;
+  static constexpr bool kHasSeparateLogits = Traits::kHeadDim <= 64;
   // Step of `Float8Attention::exchange` at which the logits of the next tile start. If these logits have separate
   // registers, they start in the step that starts the last part. Otherwise, they start when the parts in the shared
   // registers have been added.
-  static constexpr int kLogitsStep = kIsLogitsApart ? Traits::kValueParts - 1 : Traits::kValueParts;
-  static constexpr int kFirstOfSets = kIsLogitsApart ? kOfLogits : 0;
-  static_assert(kIsLogitsApart || kOfLogits <= kOfPart);
+  static constexpr int kLogitsStep = kHasSeparateLogits ? Traits::kValueParts - 1 : Traits::kValueParts;
+  static constexpr int kFirstOfSets = kHasSeparateLogits ? kLogitElements : 0;
+  static_assert(kHasSeparateLogits || kLogitElements <= kPartElements);
 
   CUTE_HOST_DEVICE static auto query_of(SharedStorage& shared, int warpgroup, int thread) {
     const Tensor tile = local_tile(make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{}),
@@ -42,14 +43,14 @@ struct Float8Products {
   }
   CUTE_HOST_DEVICE static auto values_of(SharedStorage& shared, int thread) {
     return ProductO{}.get_thread_slice(thread).partition_fragment_B(
-        make_tensor(make_smem_ptr(shared.turned), typename Traits::LayoutTurned{}));
+        make_tensor(make_smem_ptr(shared.transposed), typename Traits::LayoutTransposed{}));
   }
 
   decltype(keys_of(std::declval<SharedStorage&>(), 0)) keys;
   decltype(values_of(std::declval<SharedStorage&>(), 0)) values;
   decltype(query_of(std::declval<SharedStorage&>(), 0, 0)) query;
-  decltype(make_tensor<float>(Int<kFirstOfSets + kSets * kOfPart>{})) results;
-  decltype(make_tensor<float>(Int<Traits::kValueParts * kOfPart>{})) o;
+  decltype(make_tensor<float>(Int<kFirstOfSets + kSets * kPartElements>{})) results;
+  decltype(make_tensor<float>(Int<Traits::kValueParts * kPartElements>{})) o;
   // Register operand of the product with the values. It contains the weights for the elements of the logits that the
   // thread holds, in the same order.
   decltype(make_tensor<Element>(Layout<Shape<Shape<_4, _2, _2>, _1, Int<Traits::kWeightSteps>>>{})) weights;
@@ -58,7 +59,7 @@ struct Float8Products {
       : keys(keys_of(shared, thread)), values(values_of(shared, thread)), query(query_of(shared, warpgroup, thread)) {}
 
   /// Registers of a tile's logits.
-  CUTE_DEVICE auto s() { return make_tensor(results.data(), Layout<Int<kOfLogits>>{}); }
+  CUTE_DEVICE auto s() { return make_tensor(results.data(), Layout<Int<kLogitElements>>{}); }
 
   /// Starts the product for the logits. `stage` is the buffer of the keys.
   CUTE_DEVICE void start_s(int stage) {
@@ -95,8 +96,8 @@ struct Float8Products {
     Tensor found = values_of_part(part);
     warpgroup_fence_operand(found);
     CUTE_UNROLL
-    for (int e = 0; e < kOfPart; ++e) {
-      float& sum = o(part * kOfPart + e);
+    for (int e = 0; e < kPartElements; ++e) {
+      float& sum = o(part * kPartElements + e);
       sum = fmaf(sum, rescale[e / 2 % 2], found(e));
     }
   }
@@ -104,7 +105,7 @@ struct Float8Products {
  private:
   /// Registers of a part of the weighted values.
   CUTE_DEVICE auto values_of_part(int part) {
-    return make_tensor(results.data() + kFirstOfSets + part % kSets * kOfPart, Layout<Int<kOfPart>>{});
+    return make_tensor(results.data() + kFirstOfSets + part % kSets * kPartElements, Layout<Int<kPartElements>>{});
   }
 
   template <class Product, class A, class B, class C>

@@ -24,7 +24,7 @@ class Float8Rows {
         shared(shared),
         thread(threadIdx.x % 128),
         warpgroup(cutlass::canonical_warp_group_idx() - 1),
-        mask_of_rows{{RowPlace(p, first_row()), RowPlace(p, first_row() + 8)}, build_mask(p, shared)},
+        mask_of_rows{{RowPosition(p, first_row()), RowPosition(p, first_row() + 8)}, build_mask(p, shared)},
         order(warpgroup) {}
 
   /// First of the two rows of which the thread holds elements. The second one is row `first_row() + 8`.
@@ -43,7 +43,7 @@ class Float8Rows {
   }
 
   /// Releases the buffer of Q after the query tile's last key tile, unless Q is in registers.
-  CUTE_DEVICE void leave_query() {
+  CUTE_DEVICE void release_query() {
     if constexpr (!Traits::kQueryInRegisters) {
       if (left == 0) arrive(shared.empty_q);
     }
@@ -55,28 +55,28 @@ class Float8Rows {
     return shared.tile[keys.index].w >> kMaskBits * warpgroup & kHidden;
   }
 
-  CUTE_DEVICE void await_values() const { v.wait_full(shared.full_turned); }
-  CUTE_DEVICE void leave_values() {
-    arrive(shared.empty_turned[v.index]);
+  CUTE_DEVICE void await_values() const { v.wait_full(shared.full_transposed); }
+  CUTE_DEVICE void release_values() {
+    arrive(shared.empty_transposed[v.index]);
     v.advance();
   }
-  CUTE_DEVICE void leave_keys() {
+  CUTE_DEVICE void release_keys() {
     arrive(shared.empty_k[k.index]);
     k.advance();
   }
 
   /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if no other tile is left.
-  CUTE_DEVICE bool find_seen() {
+  CUTE_DEVICE bool skip_hidden_tiles() {
     while (left > 0) {
       mask = mask_in(k);
       if (mask != kHidden) return true;
       --left;
-      leave_query();
+      release_query();
       order.await_turn();
       order.pass_turn();
-      leave_keys();
+      release_keys();
       await_values();
-      leave_values();
+      release_values();
     }
     return false;
   }
@@ -91,9 +91,9 @@ class Float8Rows {
         slot.wait_full(shared.full_windows);
         mask_of_rows.start_line(p, plan, tile);
       }
-      mask_of_rows.see(p, plan, tile);
+      mask_of_rows.set_visible(p, plan, tile);
     } else if (mask == kEndMask) {
-      mask_of_rows.see_first(p.additional_kv - tile.z, threadIdx.x % 4);
+      mask_of_rows.set_first_visible(p.additional_kv - tile.z, threadIdx.x % 4);
     }
     next_mask = kHidden;
     if (left > 1) next_mask = mask_in(k.next());

@@ -74,7 +74,7 @@ struct Float8Softmax {
 
   /// Normalisation and logsumexp of the row that the lane completes (`completes_second_row`).
   CUTE_DEVICE RowSums sums() const {
-    const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
+    const float sum = select_completed_row(row_sum), largest = select_completed_row(reference);
     if (sum == 0.f) return {0.f, {-INFINITY, {}}};
     const float log2_sum = fast_log2(sum) - kWeightExponent, logsumexp = fmaf(largest, exponent_scale, log2_sum) * kLn2;
     return {1.f / sum, {logsumexp, logsumexp_remainder(logsumexp, largest, exponent_scale, log2_sum)}};
@@ -97,9 +97,9 @@ struct Float8Softmax {
       next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 1));
       next = fmaxf(next, __shfl_xor_sync(0xffffffffu, next, 2));
       // As long as a row has attended to no key, its weights are zero.
-      const bool has_seen = next != -INFINITY;
-      shift[i] = has_seen ? fmaf(next, exponent_scale, -kWeightExponent) : 0.f;
-      rescale[i] = has_seen ? fast_exp2((reference[i] - next) * exponent_scale) : 0.f;
+      const bool has_keys = next != -INFINITY;
+      shift[i] = has_keys ? fmaf(next, exponent_scale, -kWeightExponent) : 0.f;
+      rescale[i] = has_keys ? fast_exp2((reference[i] - next) * exponent_scale) : 0.f;
       reference[i] = next;
       const float excess = __fdividef(kLargestExponent - kWeightExponent, exponent_scale);
       limit[i] = fabsf(shift[i]) > kLargestShift ? -INFINITY : next + excess;
@@ -112,18 +112,18 @@ struct Float8Softmax {
   template <bool kIsMasked, class Logits, class Words, class Exponent>
   CUTE_DEVICE static TileSums weigh_by(AccumulatorRows<Logits> s, Words& words, const std::uint32_t (&visible)[2],
                                        const Exponent& exponent) {
-    constexpr int kOfChunk = 4, kLag = 2, kChunks = s.kColumns / kOfChunk;
+    constexpr int kChunkColumns = 4, kLag = 2, kChunks = s.kColumns / kChunkColumns;
     TileSums tile;
-    float sums[2][kOfChunk], weights[kLag + 1][2][kOfChunk];
+    float sums[2][kChunkColumns], weights[kLag + 1][2][kChunkColumns];
     for_each(make_int_sequence<kChunks + kLag>{}, [&](auto number) {
       constexpr int kStarted = number, kDone = kStarted - kLag;
       if constexpr (kStarted < kChunks) {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          float logit[kOfChunk];
+          float logit[kChunkColumns];
           CUTE_UNROLL
-          for (int m = 0; m < kOfChunk; ++m) {
-            const int n = kStarted * kOfChunk + m;
+          for (int m = 0; m < kChunkColumns; ++m) {
+            const int n = kStarted * kChunkColumns + m;
             if (kIsMasked && !(visible[i] & 1u << n)) s(i, n) = -INFINITY;
             logit[m] = s(i, n);
             weights[kStarted % (kLag + 1)][i][m] = fast_exp2(exponent(logit[m], i));
@@ -135,9 +135,9 @@ struct Float8Softmax {
       if constexpr (kDone >= 0) {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          const float (&weight)[kOfChunk] = weights[kDone % (kLag + 1)][i];
+          const float (&weight)[kChunkColumns] = weights[kDone % (kLag + 1)][i];
           CUTE_UNROLL
-          for (int m = 0; m < kOfChunk; ++m) sums[i][m] = kDone == 0 ? weight[m] : sums[i][m] + weight[m];
+          for (int m = 0; m < kChunkColumns; ++m) sums[i][m] = kDone == 0 ? weight[m] : sums[i][m] + weight[m];
           words(2 * kDone + i) = pack_e4m3(weight[0], weight[1], weight[2], weight[3]);
         }
       }

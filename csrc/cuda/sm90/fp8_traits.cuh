@@ -26,19 +26,19 @@ struct Float8Traits {
   static constexpr int kWarpgroups = 2;           // Number of consumer warpgroups.
   static constexpr int kRows = 64 * kWarpgroups;  // Maximum number of queries of a query tile.
   static constexpr int kConsumers = kWarpgroup * kWarpgroups;
-  static constexpr int kTurners = kWarpgroup;  // number of threads that transpose value tiles
-  static constexpr int kThreads = kWarpgroup + kConsumers + kTurners;
+  static constexpr int kTransposingThreads = kWarpgroup;  // number of threads that transpose value tiles
+  static constexpr int kThreads = kWarpgroup + kConsumers + kTransposingThreads;
   // Registers per thread. A CTA uses the 65536 registers of an SM.
   static constexpr int kConsumerRegisters = kHeadDim <= 128 ? 208 : 224, kServiceRegisters = kHeadDim <= 128 ? 56 : 32;
-  static constexpr int kTurnerRegisters = kHeadDim <= 128 ? 40 : 32;
+  static constexpr int kTransposingRegisters = kHeadDim <= 128 ? 40 : 32;
   static constexpr bool kPingPong = kPingPong_;
   // With heads of 128, passes would take 4% longer if Q were in registers (H200), because Q would compete with the
   // softmax for register ports.
   static constexpr bool kQueryInRegisters = kHeadDim <= 64;
   static constexpr bool kSeparateOutput = true;
-  static constexpr int kValueReaders = kTurners;
+  static constexpr int kValueReaders = kTransposingThreads;
   static constexpr bool kHasKeyBias = false, kIsPlain = false;
-  static constexpr int kPlanReaders = kConsumers + kLoadingThreads + kWarp + kTurners;
+  static constexpr int kPlanReaders = kConsumers + kLoadingThreads + kWarp + kTransposingThreads;
 
   // The weighted values are computed in parts of `kValuePart` columns, with a product for each part. With heads of 128,
   // two parts of 64 columns took a fifth more time than one part (H200).
@@ -52,9 +52,10 @@ struct Float8Traits {
                                          Shape<Int<kColumns>, Int<kLoadedHeadDim>, Int<kStages>>{}));
   // Layout of transposed value tiles. Value tiles are loaded as [token][head_dim], but 8-bit wgmma operands must be
   // contiguous along the dimension over which the product sums. So a warpgroup transposes them in shared memory.
-  using TurnedAtom =
+  using TransposedAtom =
       std::conditional_t<kColumns == 128, GMMA::Layout_K_SW128_Atom<Element>, GMMA::Layout_K_SW64_Atom<Element>>;
-  using LayoutTurned = decltype(tile_to_shape(TurnedAtom{}, Shape<Int<kHeadDim>, Int<kColumns>, Int<kValueStages>>{}));
+  using LayoutTransposed =
+      decltype(tile_to_shape(TransposedAtom{}, Shape<Int<kHeadDim>, Int<kColumns>, Int<kValueStages>>{}));
   static_assert(kColumns == (kHeadDim <= 128 ? 128 : 64));
 
   static constexpr auto query_key_product() {
@@ -81,8 +82,8 @@ struct Float8Traits {
   template <class Shared>
   CUTE_DEVICE static void init_more_barriers(Shared& shared) {
     for (int i = 0; i < kValueStages; ++i) {
-      ClusterBarrier::init(&shared.full_turned[i], kTurners);
-      ClusterBarrier::init(&shared.empty_turned[i], kConsumers);
+      ClusterBarrier::init(&shared.full_transposed[i], kTransposingThreads);
+      ClusterBarrier::init(&shared.empty_transposed[i], kConsumers);
     }
   }
 
@@ -90,7 +91,7 @@ struct Float8Traits {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[kColumns * kLoadedHeadDim * kStages];
-    alignas(1024) Element turned[cosize_v<LayoutTurned>];
+    alignas(1024) Element transposed[cosize_v<LayoutTransposed>];
     alignas(1024) OutElement o[kRows * kHeadDim];
     float2 earlier[1];
     TilePlan plan[kPlans];
@@ -99,7 +100,7 @@ struct Float8Traits {
     alignas(8) std::uint64_t first_key_loaded, full_q, empty_q, empty_o;
     std::uint64_t full_plan[kPlans], full_windows[kPlans], empty_plan[kPlans];
     std::uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-    std::uint64_t full_turned[kValueStages], empty_turned[kValueStages];
+    std::uint64_t full_transposed[kValueStages], empty_transposed[kValueStages];
   };
 };
 

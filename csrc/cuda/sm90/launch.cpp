@@ -38,7 +38,7 @@ void bound_warpgroups(ForwardParams& p) {
 }
 
 /// Returns a copy of the problem in which all arrays have the output's element type.
-Problem of_output(const Problem& problem) {
+Problem with_output_type(const Problem& problem) {
   Problem result = problem;
   result.element_type = problem.out_type;
   return result;
@@ -93,7 +93,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   if (all_tiles > kMostTiles) return Status::invalid_argument("the problem has more than 2^30 query tiles");
   for (const Status& status :
        {encode_classes(problem, Side::kQuery, {arrays.query, problem.head_dim}, tiles.query, p.query),
-        encode_classes(of_output(problem), Side::kQuery, {arrays.out, problem.head_dim_v}, tiles.query, p.out),
+        encode_classes(with_output_type(problem), Side::kQuery, {arrays.out, problem.head_dim_v}, tiles.query, p.out),
         encode_classes(problem, Side::kKeyValue, {arrays.key, problem.head_dim}, kv_box, p.key),
         encode_classes(problem, Side::kKeyValue, {arrays.value, problem.head_dim_v}, kv_box, p.value)}) {
     if (status.failed()) return status;
@@ -154,10 +154,10 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
     EntryMaps maps = maps_of_entries(problem, arrays, kForwardArrays, scratch.entry_maps);
     maps.counter = p.supply.next_tile;
     maps.are_queries = 1u << kQueryOfEntry | 1u << kOutOfEntry;
-    maps.of_all[kQueryOfEntry] = p.query[0];
-    maps.of_all[kKeyOfEntry] = p.key[0];
-    maps.of_all[kValueOfEntry] = p.value[0];
-    maps.of_all[kOutOfEntry] = p.out[0];
+    maps.base_maps[kQueryOfEntry] = p.query[0];
+    maps.base_maps[kKeyOfEntry] = p.key[0];
+    maps.base_maps[kValueOfEntry] = p.value[0];
+    maps.base_maps[kOutOfEntry] = p.out[0];
     NATTEN_JAX_RETURN_IF_FAILED(status_of(launch_entry_maps(maps, stream)));
   }
   NATTEN_JAX_RETURN_IF_FAILED(

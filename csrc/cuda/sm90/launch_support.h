@@ -43,7 +43,7 @@ Status encode_classes(const Problem& problem, Side side, Array array, const std:
 /// Bit set of the classes that have dilation groups, for queries or for keys.
 int group_classes(const Problem& problem, Side side);
 
-/// Returns parameters of `launch_entry_maps` for a problem. The caller sets the fields `are_queries`, `of_all` and
+/// Returns parameters of `launch_entry_maps` for a problem. The caller sets the fields `are_queries`, `base_maps` and
 /// `counter`.
 EntryMaps maps_of_entries(const Problem& problem, const Arrays& arrays, int number_of_arrays, CUtensorMap* result);
 

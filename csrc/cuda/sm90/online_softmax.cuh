@@ -20,7 +20,7 @@ CUTE_DEVICE bool completes_second_row() {
 
 /// Returns the element of `rows` for the row that the lane completes.
 template <class T>
-CUTE_DEVICE T of_completed_row(const T (&rows)[2]) {
+CUTE_DEVICE T select_completed_row(const T (&rows)[2]) {
   return completes_second_row() ? rows[1] : rows[0];
 }
 
@@ -82,11 +82,11 @@ struct OnlineSoftmax {
         float& partial = highest[n / 2 % 2];
         partial = fmaxf(partial, s(i, n));
       }
-      float of_row = fmaxf(highest[0], highest[1]);
-      of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 1));
-      of_row = fmaxf(of_row, __shfl_xor_sync(0xffffffffu, of_row, 2));
-      must_rescale[i] = (of_row - reference[i]) * exponent_scale > kHeadroom;
-      const float next = must_rescale[i] ? of_row : reference[i];
+      float row_maximum = fmaxf(highest[0], highest[1]);
+      row_maximum = fmaxf(row_maximum, __shfl_xor_sync(0xffffffffu, row_maximum, 1));
+      row_maximum = fmaxf(row_maximum, __shfl_xor_sync(0xffffffffu, row_maximum, 2));
+      must_rescale[i] = (row_maximum - reference[i]) * exponent_scale > kHeadroom;
+      const float next = must_rescale[i] ? row_maximum : reference[i];
       // As long as a row has attended to no key, its weights are zero.
       shift[i] = next == -INFINITY ? 0.f : __fmul_rd(next, exponent_scale);
       rescale[i] = fast_exp2(reference[i] * exponent_scale - shift[i]);
@@ -166,7 +166,7 @@ struct OnlineSoftmax {
 
   /// Normalisation and logsumexp of the row that the lane completes.
   CUTE_DEVICE RowSums sums() const {
-    const float sum = of_completed_row(row_sum), largest = of_completed_row(reference);
+    const float sum = select_completed_row(row_sum), largest = select_completed_row(reference);
     if (sum == 0.f) return {0.f, {-INFINITY, {}}};
     const float log2_sum = fast_log2(sum), logsumexp = (largest * exponent_scale + log2_sum) * kLn2,
                 base2 = base2_logsumexp(logsumexp);

@@ -8,15 +8,15 @@ namespace natten_jax::sm90 {
 
 /// Calls `call(first_row, x, y, z)` for each box of the tile that begins at `x`, `y`, `z`. `first_row` is the index in
 /// the tile of the box's first row. The other arguments are the coordinates of the box's first token in the tensor map.
-/// If `goes_around`, coordinates outside of a dimension that wraps are wrapped around.
+/// If `wraps_indices`, coordinates outside of a dimension that wraps are wrapped around.
 template <class Call>
-CUTE_DEVICE void for_boxes(const TileBoxes& boxes, const DeviceAxis (&axis)[3], int x, int y, int z, bool goes_around,
+CUTE_DEVICE void for_boxes(const TileBoxes& boxes, const DeviceAxis (&axis)[3], int x, int y, int z, bool wraps_indices,
                            const Call& call) {
-  const auto place = [&](int d, int index) { return goes_around ? axis[d].around(index) : index; };
+  const auto wrapped = [&](int d, int index) { return wraps_indices ? axis[d].wrap_index(index) : index; };
 #pragma unroll 2
   for (int box = 0; box < boxes.count; ++box) {
     const uchar4 begin = boxes.begin[box];
-    call(box * boxes.tokens, place(0, x + begin.x), place(1, y + begin.y), place(2, z + begin.z));
+    call(box * boxes.tokens, wrapped(0, x + begin.x), wrapped(1, y + begin.y), wrapped(2, z + begin.z));
   }
 }
 

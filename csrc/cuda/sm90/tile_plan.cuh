@@ -17,9 +17,9 @@ struct alignas(16) TilePlan {
   // Bounding box of the local keys to which any row attends. In dimensions that wrap, hull_begin is adjusted by
   // `begin_at_seam`.
   int hull_begin[4], hull_end[4];
-  // Per warpgroup: `seen` is the box of local keys to which at least one of its rows attends, and `inner` is the box of
-  // local keys to which all of its rows attend.
-  int seen_begin[kMostWarpgroups][4], seen_end[kMostWarpgroups][4];
+  // Per warpgroup: `visible` is the box of local keys to which at least one of its rows attends, and `inner` is the box
+  // of local keys to which all of its rows attend.
+  int visible_begin[kMostWarpgroups][4], visible_end[kMostWarpgroups][4];
   int inner_begin[kMostWarpgroups][4], inner_end[kMostWarpgroups][4];
   int q_begin[4];        // Index of the tile's first query in the dilation group.
   int query_residue[4];  // Local coordinates of the dilation group's first query.
@@ -68,23 +68,23 @@ struct PlannedGroup {
 /// Computes a plan, except `windows`. Warp-collective. `kIsPlain`: see ForwardTraits.
 template <bool kIsPlain>
 CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const QueryAxisPlan& own,
-                           const TilePlace& place, TilePlan& plan) {
-  const int lane = threadIdx.x % 32, batch = place.batch, head = place.head;
+                           const TilePosition& position, TilePlan& plan) {
+  const int lane = threadIdx.x % 32, batch = position.batch, head = position.head;
   // Each lane computes the window of one corner of a warpgroup's bounding box, in one dimension: lane = 6 * warpgroup +
   // 3 * is_last + dimension.
-  const int corner = min(lane, kCorners - 1), of = corner % 3;
-  const int2 window = of_lane(own, of).seen(p.axis[of], p.corner[corner], kIsPlain);
+  const int corner = min(lane, kCorners - 1), dimension = corner % 3;
+  const int2 window = broadcast_lane(own, dimension).visible_keys(p.axis[dimension], p.corner[corner], kIsPlain);
   if (lane < kCorners) {
     const bool is_last = corner / 3 % 2 == 1;
-    (is_last ? plan.inner_begin : plan.seen_begin)[corner / 6][of] = window.x;
-    (is_last ? plan.seen_end : plan.inner_end)[corner / 6][of] = window.y;
+    (is_last ? plan.inner_begin : plan.visible_begin)[corner / 6][dimension] = window.x;
+    (is_last ? plan.visible_end : plan.inner_end)[corner / 6][dimension] = window.y;
   }
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
-  const int first_seen = of_lane(window.x, d), hull_end = of_lane(window.y, kCorners - 3 + d);
-  const int hull_begin = kIsPlain ? first_seen : begin_at_seam(axis, p.kv_boxes.extent[d], first_seen, hull_end);
+  const int first_visible = broadcast_lane(window.x, d), hull_end = broadcast_lane(window.y, kCorners - 3 + d);
+  const int hull_begin = kIsPlain ? first_visible : begin_at_seam(axis, p.kv_boxes.extent[d], first_visible, hull_end);
   const int kv_tiles = axis.by_kv_tile.divide(max(hull_end - hull_begin, 0) + axis.kv_tile - 1);
-  const int all_kv_tiles = of_lane(kv_tiles, 0) * of_lane(kv_tiles, 1) * of_lane(kv_tiles, 2);
+  const int all_kv_tiles = broadcast_lane(kv_tiles, 0) * broadcast_lane(kv_tiles, 1) * broadcast_lane(kv_tiles, 2);
   const PlannedGroup group(p.axis, entry, own.query, own.kv);
   if (lane < 3) {
     // A query tile that attends to no keys loads one key tile past the end of the layout, which TMA fills with zeros.
@@ -99,7 +99,7 @@ CUTE_DEVICE void plan_tile(const ForwardParams& p, const EntryAxis& entry, const
     const int kv_head = p.by_heads_per_kv.divide(head);
     plan.batch = batch;
     plan.head = head;
-    plan.exponent_scale = p.scale.of(batch * p.heads + head).logits * kLog2E;
+    plan.exponent_scale = p.scale.for_head(batch * p.heads + head).logits * kLog2E;
     plan.kv_tiles = max(all_kv_tiles, 1);
     plan.query_map = group.query_map;
     plan.kv_map = group.kv_map;
@@ -116,7 +116,11 @@ CUTE_DEVICE void plan_windows(const ForwardParams& p, const QueryAxisPlan& own, 
   const int y_first = p.axis[0].q_tile, z_first = y_first + p.axis[1].q_tile, end = z_first + p.axis[2].q_tile;
   for (int first = 0; first < end; first += 32) {
     const int i = min(first + static_cast<int>(threadIdx.x % 32), end - 1), d = (i >= y_first) + (i >= z_first);
-    plan.windows[i] = of_lane(own, d).seen(p.axis[d], i - (d == 0 ? 0 : d == 1 ? y_first : z_first), kIsPlain);
+    plan.windows[i] = broadcast_lane(own, d).visible_keys(p.axis[d],
+                                                          i - (d == 0   ? 0
+                                                               : d == 1 ? y_first
+                                                                        : z_first),
+                                                          kIsPlain);
   }
 }
 

@@ -21,9 +21,9 @@ constexpr int kWarp = 32, kWarpgroup = 128;  // threads
 /// k-steps.
 template <int kSteps>
 CUTE_DEVICE bool end_before(int step, int head_dim) {
-  constexpr int kOfChunk = kChunk / kStep;
-  const bool is_asked = step > 0 && (step % kOfChunk == 0 || step > kSteps - kOfChunk);
-  return is_asked && step * kStep >= head_dim;
+  constexpr int kChunkSteps = kChunk / kStep;
+  const bool is_checked = step > 0 && (step % kChunkSteps == 0 || step > kSteps - kChunkSteps);
+  return is_checked && step * kStep >= head_dim;
 }
 
 /// View of a 64-row accumulator as the two rows of which a thread holds elements. The rows are eight apart. In each
@@ -44,7 +44,7 @@ struct AccumulatorRows {
 
   /// Writes `replacement` to all elements that are masked out. `visible` contains a mask word per row
   /// (cuda/common/column_mask.cuh), in which the bits of these elements are not set.
-  CUTE_DEVICE void hide(const std::uint32_t (&visible)[2], float replacement) const {
+  CUTE_DEVICE void replace_masked(const std::uint32_t (&visible)[2], float replacement) const {
     CUTE_UNROLL
     for (int e = 0; e < size(elements); ++e) {
       const std::uint32_t bit = 1u << (2 * (e / 4) + e % 2);

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(32 * kAdditionalWarps, 1)
 
   // All query heads of the CTA have the same scale, because query heads do not share key/value heads if scales are per
   // head.
-  const float exponent_scale = p.scale.of(batch * p.heads + head_kv * heads_per_kv).logits * kLog2E;
+  const float exponent_scale = p.scale.for_head(batch * p.heads + head_kv * heads_per_kv).logits * kLog2E;
   TilePlan tile = Stage::plan();
   Tables tables{};
   tables.offsets = shared.offsets;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kAdditionalSumThreads)
   const bool is_key = element < p.head_dim;
   const std::int64_t batch_rows = std::int64_t{p.additional_kv} * p.heads_kv, batch = row / batch_rows,
                      head = row % p.heads_kv;
-  const float factor = is_key ? p.scale.of(batch * p.heads + head * (p.heads / p.heads_kv)).logits : 1.f;
+  const float factor = is_key ? p.scale.for_head(batch * p.heads + head * (p.heads / p.heads_kv)).logits : 1.f;
   void* gradient = is_key ? p.keys_gradient : p.values_gradient;
   const std::int64_t at = is_key ? row * p.head_dim + element : row * p.head_dim_v + element - p.head_dim;
   static_cast<std::uint32_t*>(gradient)[at / 2] = pack<Element>(sum.x * factor, sum.y * factor);

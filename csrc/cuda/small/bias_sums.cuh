@@ -35,13 +35,14 @@ CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums,
                                        const Pairs<kPairs>& pairs) {
   CUTE_UNROLL
   for (int pair = 0; pair < kPairs; ++pair) {
-    // `kept` makes values opaque to the compiler. Otherwise, the compiler would recompute the addresses for each store,
-    // and would need two instructions to test the bits of a word.
-    const std::uint32_t visible = kept(~pairs.masks[pair]);
+    // `keep_in_register` makes values opaque to the compiler. Otherwise, the compiler would recompute the addresses for
+    // each store, and would need two instructions to test the bits of a word.
+    const std::uint32_t visible = keep_in_register(~pairs.masks[pair]);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int h = i / 2, r = i % 2;
-      const std::uint32_t at = kept(sums + tile.sums[r] + pairs.at[pair].sum() + h * tile.next_sum_of_group);
+      const std::uint32_t at =
+          keep_in_register(sums + tile.sums[r] + pairs.at[pair].sum() + h * tile.next_sum_of_group);
       // Tests the mask bits of the word's two elements. In the mask, each element has a byte, with bit 3 for the first
       // group of the pair and bit 7 for the second group.
       if ((visible & 0x808u << (16 * r + 4 * h)) != 0) store_word(at, a[pair][2 * h + r]);

@@ -21,7 +21,7 @@ struct EntryState {
     unsigned entries;  // bit mask of the group's entries
   };
   Group group[kEntriesOfCta];
-  EntryLayout::Kept layout[kEntriesOfCta];
+  EntryLayout::Cache layout[kEntriesOfCta];
   std::uint8_t order[kEntriesOfCta];  // entries sorted by group
 };
 static_assert(sizeof(EntryState) <= kEntryStateBytes);

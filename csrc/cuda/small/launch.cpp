@@ -238,7 +238,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   }));
   if (arrays.layouts == nullptr) return {};
   return status_of(
-      fill_padding_of_output(problem, arrays, stream, device.has_boxes ? FillTime::kBeside : FillTime::kAfter));
+      fill_padding_of_output(problem, arrays, stream, device.has_boxes ? FillTime::kOverlapping : FillTime::kAfter));
 }
 
 Status run_backward(const Problem& problem, const TileShapes& tiles, const Arrays& arrays, const Scratch& scratch,

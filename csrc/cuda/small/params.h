@@ -54,8 +54,9 @@ struct CommonParams {
   // these are instead the maps of the boxes in WholeBox. Dimensions of a map: [head and its elements, the region's
   // dimensions, batch].
   CUtensorMap columns[boxes_of(Kernel::kWholeGradient)];
-  // For per-entry layouts. A CTA examines `entries_of_cta` of the `batch` entries. `by_pieces` divides by the number of
-  // CTAs that examine the same entries for a region and share their items; `by_items` divides by the items of a CTA.
+  // For per-entry layouts. A CTA examines `entries_of_cta` of the `batch` entries. For each region, several CTAs
+  // examine the same batch entries and divide the items of these entries among themselves. `by_pieces` divides by the
+  // number of these CTAs, and `by_items` by the items of a CTA.
   int batch;
   int entries_of_cta;
   cutlass::FastDivmod by_pieces, by_items;

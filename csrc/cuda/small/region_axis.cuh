@@ -24,8 +24,8 @@ struct RegionAxis {
   int kernel_size, stride;
 
   CUTE_DEVICE RegionAxis(const DeviceAxis& axis, const EntryAxis& entry, int residue, RegionRows region)
-      : query(GroupTokens::of_queries(axis, entry, group_in(axis, entry, residue))),
-        kv(GroupTokens::of_keys(axis, entry, group_in(axis, entry, residue))),
+      : query(GroupTokens::for_queries(axis, entry, group_in(axis, entry, residue))),
+        kv(GroupTokens::for_keys(axis, entry, group_in(axis, entry, residue))),
         begin(region.begin),
         count(min(region.most, rows().local_length - begin)),
         kernel_size(entry.kernel_size),
@@ -46,9 +46,9 @@ struct RegionAxis {
                                            RegionRows region) {
     const DeviceAxis& axis = p.axis[d];
     if constexpr (kIsPlain) return RegionAxis(axis, residue, region);
-    if ((p.is_plain && !layout.is_own()) || wraps(axis)) return RegionAxis(axis, residue, region);
+    if ((p.is_plain && !layout.is_separate()) || wraps(axis)) return RegionAxis(axis, residue, region);
     const int dimension = p.region.dimension[d];
-    if (layout.is_own()) {
+    if (layout.is_separate()) {
       RegionAxis result(axis, EntryAxis(axis, layout, dimension), residue, region);
       if constexpr (kRowsAreKeys) result.fill_last_region(region);
       return result;

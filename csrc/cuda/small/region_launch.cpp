@@ -74,7 +74,7 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   }
   NATTEN_JAX_RETURN_IF_FAILED(find_region(problem, rows, columns, kernel, coverage, device, p.region));
   const std::int64_t items = problem.batch * problem.heads;
-  p.exponent_scale = problem.scale.of_all * kLog2E;
+  p.exponent_scale = problem.scale.uniform * kLog2E;
   p.is_plain = arrays.origins == nullptr;
   for (int i = 0; i < kRank; ++i) {
     const int d = p.region.dimension[i];

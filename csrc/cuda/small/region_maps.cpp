@@ -70,7 +70,7 @@ Status make_entry_maps(const Problem& problem, bool are_queries, CUtensorMap* re
   std::copy_n(p.axis, kRank, maps.axis);
   std::copy_n(p.region.dimension, kRank, maps.dimension);
   maps.are_queries = are_queries ? ~0u : 0u;
-  std::copy_n(p.columns, kEntryMaps, maps.of_all);
+  std::copy_n(p.columns, kEntryMaps, maps.base_maps);
   p.entry_maps = maps.result = result;
   return status_of(launch_entry_maps(maps, stream, overlaps));
 #else

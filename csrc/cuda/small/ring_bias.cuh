@@ -151,7 +151,7 @@ class RingRelativeBias<Params, true> {
       const RingUnit unit(p_, number);
       const int item = unit.batch * p_.heads + unit.head, step = 32 * ((warps - table + table_count - 1) / table_count);
       const float* const given = p_.given.head_table(item, unit.head);
-      const float scale = p_.scale.of(item).logits;
+      const float scale = p_.scale.for_head(item).logits;
       const std::uint32_t to = tables() + p_.bias.first + kRingEntryBytes * table * p_.bias.entries;
 #pragma unroll 4
       for (int offset = warp / table_count * 32 + threadIdx.x % 32; offset < p_.given.offsets; offset += step) {

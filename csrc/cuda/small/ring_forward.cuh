@@ -41,7 +41,7 @@ struct RingForward {
       : p(p), reader(reader), factor(p.exponent_scale), bias(p, reader.shared) {}
 
   CUTE_DEVICE void enter(const RingUnit& unit) {
-    if (p.scale.heads != nullptr) factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
+    if (p.scale.heads != nullptr) factor = p.scale.for_head(unit.batch * p.heads + unit.head).logits * kLog2E;
     bias.enter(unit, reader.masks);
   }
 

@@ -18,7 +18,7 @@ struct RingKeyBiasOfHead {
 
   CUTE_DEVICE RingKeyBiasOfHead(const RingParams& p, const RingKeyBias& bias, const RingUnit& unit)
       : pitch(bias.is_shared_by_heads ? 1 : p.heads),
-        inverse_scale(fast_products_per_logit(p.scale.of(unit.batch * p.heads + unit.head).logits)) {
+        inverse_scale(fast_products_per_logit(p.scale.for_head(unit.batch * p.heads + unit.head).logits)) {
     first_bias = bias.biases + std::int64_t{unit.batch} * p.tokens * pitch + (bias.is_shared_by_heads ? 0 : unit.head);
   }
 
@@ -170,7 +170,7 @@ struct RingKeyBiasOfRows<true> {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       biases[2 * r] = head_bias.product_term(head_bias.load(tokens[r]));
-      biases[2 * r + 1] = same_in_another_register(biases[2 * r]);
+      biases[2 * r + 1] = opaque_copy(biases[2 * r]);
     }
     CUTE_UNROLL
     for (float& sum : sums) sum = 0.f;

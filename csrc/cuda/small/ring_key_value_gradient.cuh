@@ -37,7 +37,7 @@ struct RingKeyValueGradient {
       : p(p), reader(reader), factor(p.exponent_scale), bias(p, reader.shared) {}
 
   CUTE_DEVICE void enter(const RingUnit& unit) {
-    if (p.scale.heads != nullptr) factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
+    if (p.scale.heads != nullptr) factor = p.scale.for_head(unit.batch * p.heads + unit.head).logits * kLog2E;
     bias.enter(unit, reader.masks);
   }
 
@@ -125,7 +125,7 @@ struct RingKeyValueGradient {
     }
     int tokens[2];
     reader.masks.find_tokens(p, step, tokens);
-    const float scale = p.scale.of(unit.batch * p.heads + unit.head).logits;
+    const float scale = p.scale.for_head(unit.batch * p.heads + unit.head).logits;
     write_ring_rows<Element, kHeadDim>(p, p.key_gradient, unit, tokens, key_sums, {scale, scale});
     write_ring_rows<Element, kHeadDim>(p, p.value_gradient, unit, tokens, value_sums, {1.f, 1.f});
     key_bias.write(p, unit, tokens);
@@ -176,7 +176,7 @@ struct RingKeyValueGradient {
       tile.add_keys(sums[0], b, p.query, token, across);
       tile.add_keys(sums[1], a, p.out_cotangent, token, across);
     });
-    const float scale = p.scale.of(unit.batch * p.heads + unit.head).logits;
+    const float scale = p.scale.for_head(unit.batch * p.heads + unit.head).logits;
     write_ring_rows_in_words<Element, kHeadDim>(p, p.key_gradient, unit, tokens, sums[0], {scale, scale});
     write_ring_rows_in_words<Element, kHeadDim>(p, p.value_gradient, unit, tokens, sums[1], {1.f, 1.f});
     biases_of_rows.write(p, unit, tokens);

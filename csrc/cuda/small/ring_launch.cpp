@@ -95,7 +95,7 @@ Status prepare(const Problem& problem, const RingShape& shape, const Arrays& arr
   p.heads = static_cast<int>(problem.heads);
   p.heads_kv = static_cast<int>(problem.heads_kv);
   p.scale = problem.scale;
-  p.exponent_scale = problem.scale.of_all * kLog2E;
+  p.exponent_scale = problem.scale.uniform * kLog2E;
   p.units = static_cast<int>(problem.batch * problem.heads) * shape.strips[0] * shape.strips[1] * shape.segments;
   for (int i = 0; i < 2; ++i) p.by_strips[i] = cutlass::FastDivmod(shape.strips[i]);
   p.by_segments = cutlass::FastDivmod(shape.segments);

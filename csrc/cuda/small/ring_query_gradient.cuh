@@ -32,7 +32,7 @@ struct RingQueryGradient {
   CUTE_DEVICE RingQueryGradient(const Params& p, Reader& reader) : p(p), reader(reader) {}
 
   CUTE_DEVICE void enter(const RingUnit& unit) {
-    factor = p.scale.of(unit.batch * p.heads + unit.head).logits * kLog2E;
+    factor = p.scale.for_head(unit.batch * p.heads + unit.head).logits * kLog2E;
   }
 
   CUTE_DEVICE void start(const RingUnit& unit, int step, int2) {
@@ -123,7 +123,7 @@ struct RingQueryGradient {
     }
     int tokens[2];
     reader.masks.find_tokens(p, step, tokens);
-    const float scale = p.scale.of(unit.batch * p.heads + unit.head).query_gradient;
+    const float scale = p.scale.for_head(unit.batch * p.heads + unit.head).query_gradient;
     write_ring_rows<Element, kHeadDim>(p, p.query_gradient, unit, tokens, gradient, {scale, scale});
   }
 
@@ -136,7 +136,7 @@ struct RingQueryGradient {
     int tokens[2];
     reader.masks.enter_step(p, reader.along, step);
     reader.masks.find_tokens(p, step, tokens);
-    const float scale = p.scale.of(unit.batch * p.heads + unit.head).query_gradient;
+    const float scale = p.scale.for_head(unit.batch * p.heads + unit.head).query_gradient;
     float4 rows[2];
     __syncwarp();  // the statistics were written by other lanes
     CUTE_UNROLL

@@ -140,7 +140,7 @@ CUTE_DEVICE int ring_warp() {
 /// Returns `number`, and hides its value from the compiler. The compiler then does not keep values that are derived
 /// from it in registers across steps.
 CUTE_DEVICE int opaque_number(int number) {
-  return static_cast<int>(kept(static_cast<std::uint32_t>(number)));
+  return static_cast<int>(keep_in_register(static_cast<std::uint32_t>(number)));
 }
 
 /// Returns the coordinates of a warp among the adjacent warps of a step, in dimensions 0 and 1.

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kProductsThreads)
     natten_jax_small_table_products(const __grid_constant__ TableProductsParams p) {
   const std::int64_t item = blockIdx.x;
   const float* const table = p.given.head_table(item, static_cast<int>(item % p.heads));
-  const float scale = p.scale.of(item).logits;
+  const float scale = p.scale.for_head(item).logits;
   float* const products = p.products + item * p.entries;
   const int entry = blockIdx.y * kProductsThreads + threadIdx.x;
   if (entry >= p.entries) return;

@@ -67,7 +67,7 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   const int warps = loads.warps_with_rows();
   const auto scale_of = [&](const Item& item) -> HeadScale {
     if constexpr (kHasTerms) return item.scale(p);
-    return {p.scale.of_all, p.scale.of_all};
+    return {p.scale.uniform, p.scale.uniform};
   };
   const auto compute = [&](const Item& item, std::uint32_t stage, std::uint32_t rows, const auto& phases) {
     RowStatistics<Element> statistics(p, item, query_tables.row_indices);

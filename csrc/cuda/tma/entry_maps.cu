@@ -13,7 +13,7 @@ __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
   if (p.counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
   const int batch = blockIdx.x, array = threadIdx.x / p.classes, group_class = threadIdx.x % p.classes;
   CUtensorMap* const map = p.result + batch * blockDim.x + threadIdx.x;
-  const auto* from = reinterpret_cast<const uint4*>(&p.of_all[array]);
+  const auto* from = reinterpret_cast<const uint4*>(&p.base_maps[array]);
   for (int i = 0; i < static_cast<int>(sizeof(CUtensorMap) / sizeof(uint4)); ++i) {
     reinterpret_cast<uint4*>(map)[i] = from[i];
   }
@@ -23,10 +23,10 @@ __global__ void natten_jax_entry_maps(const __grid_constant__ EntryMaps p) {
     const std::int32_t* const layout = p.layouts + batch * kRank * kRank + p.dimension[i];
     const EntryAxis entry(p.axis[i], layout[0], layout[kRank], layout[2 * kRank]);
     const int all = are_queries ? entry.query_local_extent : entry.kv_local_extent;
-    const int of_group = are_queries ? entry.query_group_tokens : entry.kv_group_tokens;
+    const int group_tokens = are_queries ? entry.query_group_tokens : entry.kv_group_tokens;
     // Extents of tensor maps must not be zero, so maps of empty groups have one token. Tiles of empty groups are never
     // copied.
-    tokens[i] = max(p.classes == 1 ? all : of_group + (group_class >> i & 1), 1);
+    tokens[i] = max(p.classes == 1 ? all : group_tokens + (group_class >> i & 1), 1);
   }
   const auto address = reinterpret_cast<std::uint64_t>(map);
   asm volatile(

@@ -20,12 +20,13 @@ struct EntryMaps {
   int batch;
   int arrays;
   int classes;  ///< Maps per array and entry: 8, one per class of dilation groups; or 1, for the whole layout.
-  DeviceAxis axis[kRank];                ///< Axes of the maps' dimensions 1 to 3.
-  int dimension[kRank];                  ///< The problem's dimension for each element of `axis`.
-  std::uint32_t are_queries;             ///< A bit per array, set if its tokens are queries, not keys.
-  CUtensorMap of_all[kMostEntryArrays];  ///< One map per array, of any class. The result's maps differ only in extents.
-  CUtensorMap* result;                   ///< [batch, arrays, classes].
-  std::int32_t* counter;                 ///< Set to zero by the kernel, if not null.
+  DeviceAxis axis[kRank];     ///< Axes of the maps' dimensions 1 to 3.
+  int dimension[kRank];       ///< The problem's dimension for each element of `axis`.
+  std::uint32_t are_queries;  ///< A bit per array, set if its tokens are queries, not keys.
+  /// One map per array, of any class. The result's maps differ only in extents.
+  CUtensorMap base_maps[kMostEntryArrays];
+  CUtensorMap* result;    ///< [batch, arrays, classes].
+  std::int32_t* counter;  ///< Set to zero by the kernel, if not null.
 };
 
 /// Launches the kernel that makes the maps. The next kernel may overlap with it. Requires compute capability 9.0.

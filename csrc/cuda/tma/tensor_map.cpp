@@ -106,16 +106,16 @@ Status encode_box_map(const TokenBoxes& tokens, const int (&box)[3], CUtensorMap
   const std::int64_t token = tokens.heads * tokens.head_dim;
   MapDimensions dimensions{};
   dimensions.sizes[0] = token;
-  std::int64_t of_batch = token;
+  std::int64_t batch_pitch = token;
   for (int i = 0; i < 3; ++i) {
     dimensions.sizes[i + 1] = tokens.extent[i];
     dimensions.strides[i] = token * tokens.pitch[i];
     dimensions.box[i] = box[i];
     dimensions.steps[i] = tokens.dilation[i];
-    of_batch *= tokens.extent[i];
+    batch_pitch *= tokens.extent[i];
   }
   dimensions.sizes[4] = tokens.batch;
-  dimensions.strides[3] = of_batch;
+  dimensions.strides[3] = batch_pitch;
   dimensions.box[3] = dimensions.steps[3] = 1;
   return encode_map(tokens.data, tokens.element_type, tokens.head_dim * element_bytes(tokens.element_type), dimensions,
                     map);

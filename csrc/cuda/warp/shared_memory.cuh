@@ -13,20 +13,20 @@ CUTE_DEVICE std::uint32_t shared_address(const void* pointer) {
 
 /// Keeps an address in a register. The empty assembly is opaque to the compiler. Otherwise, the compiler would
 /// recompute the address from special registers in every step of a loop, which would stall the step.
-CUTE_DEVICE std::uint32_t kept(std::uint32_t address) {
+CUTE_DEVICE std::uint32_t keep_in_register(std::uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
 
 /// Returns the CTA's dynamic shared memory, which starts at `raw`.
 ///
-/// If `kIsKept`, the address of this memory stays in a register. Choose this for kernels with few registers to spare.
-/// In other kernels, the compiler also keeps values that it derives from the address, but it keeps fewer of them if
-/// `kIsKept`: the forward pass for heads of 256 dimensions was then 4% slower.
-template <class Storage, bool kIsKept>
+/// If `kKeepsAddress`, the address of this memory stays in a register. Choose this for kernels with few registers to
+/// spare. In other kernels, the compiler also keeps values that it derives from the address, but it keeps fewer of them
+/// if `kKeepsAddress`: the forward pass for heads of 256 dimensions was then 4% slower.
+template <class Storage, bool kKeepsAddress>
 CUTE_DEVICE Storage& shared_storage(char* raw) {
-  if constexpr (!kIsKept) return *reinterpret_cast<Storage*>(raw);
-  return *static_cast<Storage*>(__cvta_shared_to_generic(kept(shared_address(raw))));
+  if constexpr (!kKeepsAddress) return *reinterpret_cast<Storage*>(raw);
+  return *static_cast<Storage*>(__cvta_shared_to_generic(keep_in_register(shared_address(raw))));
 }
 
 /// Returns the chunk at an address in shared memory, in the type that CuTe's instructions take.

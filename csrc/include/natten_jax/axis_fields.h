@@ -49,11 +49,11 @@ constexpr std::size_t tabulated_fields(const Axis& axis) {
   const auto& [query, kv, window] = axis;
   const auto& [extent, local_extent, origin] = query;
   const auto& [kernel_size, stride, dilation, ends] = window;
-  const std::int64_t of_window[] = {kernel_size, stride, dilation, static_cast<std::int64_t>(ends)},
-                     of_sides[] = {extent, kv.extent};
+  const std::int64_t window_fields[] = {kernel_size, stride, dilation, static_cast<std::int64_t>(ends)},
+                     side_fields[] = {extent, kv.extent};
   static_cast<void>(local_extent);
   static_cast<void>(origin);
-  return std::size(of_window) + std::size(of_sides);
+  return std::size(window_fields) + std::size(side_fields);
 }
 static_assert(kFieldsOfAxis == tabulated_fields(Axis{}), "a field of Window is missing from the table");
 

@@ -48,12 +48,12 @@ NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
 #else
   const float rounding = 0.f;  // host kernels also round key biases after their conversion to base 2
 #endif
-  const Logsumexp of_sink{sink, {rounding, 0.f}};
+  const Logsumexp sink_row{sink, {rounding, 0.f}};
   if (row.value == -INFINITY) {
-    row = of_sink;       // merge_logsumexps would round the sink
+    row = sink_row;      // merge_logsumexps would round the sink
     return sink - sink;  // zero, or NaN if the sink is NaN
   }
-  return merge_logsumexps(row, of_sink).own;
+  return merge_logsumexps(row, sink_row).own;
 }
 
 }  // namespace natten_jax

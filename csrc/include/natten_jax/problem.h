@@ -63,12 +63,12 @@ struct alignas(8) HeadScale {
 
 /// Factors of the logits.
 struct Scale {
-  float of_all;            ///< Scale of every head if `heads` is null; positive.
+  float uniform;           ///< Scale of every head if `heads` is null; positive.
   const HeadScale* heads;  ///< [batch, heads], in the memory of the arrays; null if all heads have one scale.
 
   /// Factors of a head. `head`: index of the head among the heads of all batch entries.
-  NATTEN_JAX_HOST_DEVICE HeadScale of(std::int64_t head) const {
-    if (heads == nullptr) return {of_all, of_all};
+  NATTEN_JAX_HOST_DEVICE HeadScale for_head(std::int64_t head) const {
+    if (heads == nullptr) return {uniform, uniform};
 #if defined(__CUDA_ARCH__)
     // Bypass L1: with PDL, this kernel may have started before the kernel that wrote the factors ended.
     const float2 both = __ldcg(reinterpret_cast<const float2*>(heads + head));

@@ -107,7 +107,7 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> window_bounds(const Windows& windows
 /// First query whose leader is at `index` or after it. The leader of a query is the token in the middle of the query's
 /// stride group; it determines the window. Only for windows that are cut or wrap.
 template <class Windows, typename Int>
-NATTEN_JAX_HOST_DEVICE constexpr Int first_led_from(const Windows& windows, Int index, Int length) {
+NATTEN_JAX_HOST_DEVICE constexpr Int first_query_with_leader(const Windows& windows, Int index, Int length) {
   Int round = 0;
   if (windows.ends == Ends::kWrap) {
     // Stride groups restart in each repetition of the layout, so find the repetition of `index`. The loops take few
@@ -115,13 +115,13 @@ NATTEN_JAX_HOST_DEVICE constexpr Int first_led_from(const Windows& windows, Int 
     while (index - round < 0) round -= length;
     while (index - round >= length) round += length;
   }
-  const Int place = larger<Int>(index - round, 0);
-  if (place >= length) return round + length;
+  const Int position = larger<Int>(index - round, 0);
+  if (position >= length) return round + length;
   // A leader lies `stride / 2` after the first query of its group, so adding `offset` rounds up to the first group
-  // whose leader is at `place` or after it. If `place` is after the last leader, the result is the end of the
+  // whose leader is at `position` or after it. If `position` is after the last leader, the result is the end of the
   // repetition.
   const Int offset = windows.stride - windows.stride / 2 - 1;
-  return round + smaller<Int>(windows.stride_group(place + offset), length);
+  return round + smaller<Int>(windows.stride_group(position + offset), length);
 }
 
 /// Range of the query indices that see the key at `index`: all queries in the range see the key, and no others. If the
@@ -138,15 +138,15 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> inverse_window_bounds(const Windows&
   if (windows.ends == Ends::kCut || windows.ends == Ends::kWrap) {
     const Int left = windows.kernel_size / 2;
     const Int right = windows.kernel_size - 1 - left;
-    return {first_led_from<Windows, Int>(windows, index - right, key_length),
-            first_led_from<Windows, Int>(windows, index + left + 1, key_length)};
+    return {first_query_with_leader<Windows, Int>(windows, index - right, key_length),
+            first_query_with_leader<Windows, Int>(windows, index + left + 1, key_length)};
   }
-  const bool seen_to_the_end = index >= key_length - windows.kernel_size;
+  const bool is_in_last_window = index >= key_length - windows.kernel_size;
   Int first = 0;
   Int last = query_length;
   if (windows.ends == Ends::kCausal) {
     first = index;
-    if (!seen_to_the_end) last = windows.stride_group(index + windows.kernel_size);
+    if (!is_in_last_window) last = windows.stride_group(index + windows.kernel_size);
   } else {
     const Int left = windows.kernel_size / 2;
     const Int right = windows.kernel_size - 1 - left;
@@ -154,7 +154,7 @@ NATTEN_JAX_HOST_DEVICE constexpr Range<Int> inverse_window_bounds(const Windows&
     // leader of group `n` is `n * stride + stride / 2`, so adding `offset` rounds up to this group.
     const Int offset = windows.stride - windows.stride / 2 - 1;
     if (index >= windows.kernel_size) first = windows.stride_group(index - right + offset);
-    if (!seen_to_the_end) last = windows.stride_group(index + left + offset + 1);
+    if (!is_in_last_window) last = windows.stride_group(index + left + offset + 1);
   }
   last = smaller<Int>(last, query_length);
   return {smaller<Int>(first, last), last};

@@ -15,24 +15,24 @@
 namespace natten_jax::sm80 {
 
 template <Arithmetic kArithmetic>
-struct OfArithmetic;
+struct ArithmeticTypes;
 template <>
-struct OfArithmetic<Arithmetic::kFloat16> {
+struct ArithmeticTypes<Arithmetic::kFloat16> {
   using Element = cutlass::half_t;
   using Product = HalfProduct<Element>;
 };
 template <>
-struct OfArithmetic<Arithmetic::kBFloat16> {
+struct ArithmeticTypes<Arithmetic::kBFloat16> {
   using Element = cutlass::bfloat16_t;
   using Product = HalfProduct<Element>;
 };
 template <>
-struct OfArithmetic<Arithmetic::kFloat32> {
+struct ArithmeticTypes<Arithmetic::kFloat32> {
   using Element = float;
   using Product = FloatProduct<true>;
 };
 template <>
-struct OfArithmetic<Arithmetic::kTensorFloat32> {
+struct ArithmeticTypes<Arithmetic::kTensorFloat32> {
   using Element = float;
   using Product = FloatProduct<false>;
 };
