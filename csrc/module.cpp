@@ -47,25 +47,26 @@ std::pair<std::int64_t, std::int64_t> pair(natten_jax::Range<std::int64_t> range
 PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
   module.doc() = "Native part of natten_jax.";
   module.def("registrations", &registrations, "XLA FFI targets: name -> (platform, handler capsule).");
-  module.def("build_info", &build_info, "How this library was built and what it runs on this host.");
-  module.def("limits", &natten_jax::limits, "What the kernels of every backend take, in builds without them, too.");
+  module.def("build_info", &build_info, "Build information, and the instruction set of the host kernels.");
+  module.def("limits", &natten_jax::limits,
+             "Limits of the kernels of all backends, also of backends that are not built.");
   module.def("estimate_of_small_windows", &natten_jax::estimate_of_small_windows, py::arg("axes"), py::arg("sizes"),
              py::arg("q_tile"), py::arg("kv_tile"), py::arg("is_backward"), py::arg("shared_memory"),
              py::arg("multiprocessors"), py::arg("has_boxes"), py::arg("has_ring"), py::arg("ring_has_boxes"),
              py::arg("has_relative_bias"), py::arg("has_key_bias"),
-             "What the kernels for small windows launch for a pass with tiles; see natten_jax.native.");
+             "Predicted launches and time of a pass of the kernels for small windows; see natten_jax.native.");
   module.def("gradient_ring_of_small_windows", &natten_jax::gradient_ring_of_small_windows, py::arg("axes"),
              py::arg("sizes"), py::arg("shared_memory"), py::arg("multiprocessors"), py::arg("ring_has_boxes"),
              py::arg("has_relative_bias"), py::arg("has_key_bias"),
-             "A launch for key and value gradients; see natten_jax.native.");
+             "Predicted launch of a ring kernel for key and value gradients; see natten_jax.native.");
   module.def("seam_factor", &natten_jax::seam_factor, py::arg("axes"), py::arg("inner"), py::arg("outer"),
-             "How many times as long a pass takes where dimensions wrap; see natten_jax.native.");
+             "Time of a pass relative to a pass without dimensions that wrap; see natten_jax.native.");
   module.def("bias_line", &natten_jax::bias_line, py::arg("axes"), py::arg("tile"), py::arg("group"),
-             "Entries of a line of a relative bias in memory; see natten_jax.native.");
+             "Number of entries per line of a relative bias in memory; see natten_jax.native.");
   module.def("bias_sums", &natten_jax::bias_sums, py::arg("axes"), py::arg("queries"), py::arg("tile"),
-             py::arg("group"), "What the gradient of a relative bias takes; see natten_jax.native.");
+             py::arg("group"), "Sizes of scratch arrays for the gradient of a relative bias; see natten_jax.native.");
   module.def("additional_parts", &natten_jax::small::additional_parts, py::arg("columns"), py::arg("additional_kv"),
-             "In how many parts gradients of additional tokens are added up; see natten_jax.native.");
+             "Number of partial sums of the gradients of additional tokens; see natten_jax.native.");
   module.def(
       "window_bounds",
       [](std::int64_t index, std::int64_t length, std::int64_t kernel_size, std::int64_t stride, int ends) {
@@ -106,6 +107,6 @@ PYBIND11_MODULE(_native, module, py::mod_gil_not_used()) {
         }
         return devices;
       },
-      "CUDA devices of this machine; empty where there is no driver.");
+      "CUDA devices of this machine; empty without a driver.");
 #endif
 }

@@ -48,10 +48,8 @@ Error decode_biases(const AnyBuffer& relative_bias, const AnyBuffer& key_bias, C
   if (has_table) {
     if (p.heads_per_kv() * offset_table(p.axes).entries > kMostTableEntries) {
       return Error::InvalidArgument(
-          "natten_jax: relative_bias has one entry for each offset, but windows are so large that the query heads "
-          "which "
-          "share keys have more than " +
-          std::to_string(kMostTableEntries) + ", and they must have at most as many");
+          "natten_jax: the windows are too large for relative_bias: query heads that share keys must have at most " +
+          std::to_string(kMostTableEntries) + " entries in total, one per head and offset");
     }
     NATTEN_JAX_RETURN_IF_ERROR(check_offsets(p));
   }
@@ -85,20 +83,20 @@ Error decode_tables(const AnyBuffer& relative_bias, xffi::Result<AnyBuffer> prod
   if (p.additional_kv > 0) {
     return Error::InvalidArgument("natten_jax: relative_bias was given and there are " +
                                   std::to_string(p.additional_kv) +
-                                  " additional tokens, but the kernels for small windows take either");
+                                  " additional tokens, but the kernels for small windows do not support both");
   }
   const auto dimensions = relative_bias.dimensions();
   const bool is_shared = dimensions.size() > 0 && dimensions.front() == 1;
   call.arrays.relative_bias_tables = is_shared ? 1 : p.batch;
   NATTEN_JAX_RETURN_IF_ERROR(check_array("relative_bias", relative_bias, DataType::F32,
                                          {call.arrays.relative_bias_tables, p.heads, offset_table(p.axes).entries},
-                                         "it holds a number for each head and offset, of one table for all batch "
-                                         "entries or of one for each"));
+                                         "it holds one number per head and offset, in one table for all batch "
+                                         "entries or in one table per entry"));
   NATTEN_JAX_RETURN_IF_ERROR(check_array(
       "result table_products", *products, DataType::F32,
       {small::tables_of_products(p, call.arrays), p.heads, small::BiasTable(p.axes, rows, columns).entries},
-      "it holds a number for each head and offset, of one table where batch entries have neither tables nor scales of "
-      "their own, or of one for each; and lines are filled up as bias_table.h says"));
+      "it holds one number per head and offset, in one table if all batch entries share a table and scales, or in one "
+      "table per entry; lines are padded as described in bias_table.h"));
   p.has_relative_bias = true;
   call.arrays.relative_bias = static_cast<const float*>(relative_bias.untyped_data());
   return Error::Success();
@@ -110,7 +108,8 @@ Error decode_table_gradient(xffi::Result<AnyBuffer> relative_bias, Call& call) {
   call.arrays.relative_bias_gradient = static_cast<float*>(relative_bias->untyped_data());
   if (!p.has_relative_bias) return check_relative_bias(name, *relative_bias, p, false);
   return check_array(name, *relative_bias, DataType::F32,
-                     {call.arrays.relative_bias_tables, p.heads, offset_table(p.axes).entries}, "it is as its input");
+                     {call.arrays.relative_bias_tables, p.heads, offset_table(p.axes).entries},
+                     "it has the shape of relative_bias");
 }
 
 Error decode_key_bias_of_kernels(const AnyBuffer& key_bias, Call& call) {
@@ -128,7 +127,7 @@ namespace {
 
 /// Checks an array that must have the shape of the sinks. If the call has no sinks, the array must be empty.
 Error check_sinks(const char* name, const AnyBuffer& buffer, const Call& call) {
-  const char* const rule = "it holds a number for each head, of all batch entries or of each, or nothing";
+  const char* const rule = "it holds one number per head, for all batch entries or for each entry, or nothing";
   if (call.arrays.sinks == nullptr) return check_array(name, buffer, DataType::F32, {0}, rule);
   return check_array(name, buffer, DataType::F32, {call.arrays.batch_of_sinks, call.problem.heads, 1}, rule);
 }

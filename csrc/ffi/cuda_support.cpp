@@ -49,7 +49,7 @@ Error decode_entry_maps(const AnyBuffer& array, std::int64_t count, CUtensorMap*
   maps = count == 0 ? nullptr : static_cast<CUtensorMap*>(array.untyped_data());
   return check_array("result entry_maps", array, xffi::DataType::U8,
                      {count, static_cast<std::int64_t>(sizeof(CUtensorMap))},
-                     "it is scratch for the tensor maps of batch entries with layouts of their own");
+                     "it is scratch for the tensor maps of batch entries with separate layouts");
 }
 
 Error check_compute_capability(int major, int minor) {

@@ -32,14 +32,14 @@ struct Earlier {
 
 Error check_in_place(const char* name, const AnyBuffer& operand, Result result) {
   if (operand.untyped_data() == result->untyped_data()) return Error::Success();
-  return Error::InvalidArgument("natten_jax: the result " + std::string(name) + " must take the place of the operand");
+  return Error::InvalidArgument("natten_jax: the result " + std::string(name) + " must have the memory of the operand");
 }
 
 Error decode_continuation(const Earlier& earlier, Results results, const xffi::Dictionary& dictionary,
                           const Problem& problem, sm90::Continuation& continuation) {
   NATTEN_JAX_RETURN_IF_ERROR(decode_queries(dictionary, problem, continuation.queries));
   NATTEN_JAX_RETURN_IF_ERROR(check_array("first_query", earlier.first_query, xffi::DataType::S32, {kRank},
-                                         "it says where the queries begin that are looked at"));
+                                         "it holds the first query of the box that the call processes"));
   NATTEN_JAX_RETURN_IF_ERROR(check_query_array("earlier_out", earlier.out, problem, false));
   NATTEN_JAX_RETURN_IF_ERROR(check_query_array("earlier_logsumexp", earlier.logsumexp, problem, true));
   NATTEN_JAX_RETURN_IF_ERROR(check_query_array("earlier_remainder", earlier.remainder, problem, true));

@@ -56,7 +56,8 @@ Status choose_forward_form(const Problem& problem, const TileShapes& tiles, cons
 /// Checks that the kernels support the problem's key biases, if it has any.
 Status check_key_bias(const Problem& problem) {
   if (!problem.has_key_bias || problem.element_type != ElementType::kFloat32) return {};
-  return Status::invalid_argument("query has dtype float32, but must have float16 or bfloat16 beside a key_bias");
+  return Status::invalid_argument(
+      "query has dtype float32, but must have float16 or bfloat16 in calls with a key_bias");
 }
 
 /// Scale of a launch whose first head is head `head` of the arrays.

@@ -125,7 +125,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   const Form& form = kBackwardForms[number];
   NATTEN_JAX_RETURN_IF_FAILED(check_seams(problem, arrays));
   if (is_deterministic && wraps(problem)) {
-    return Status::invalid_argument("a dimension wraps, but tiles that take turns go around none");
+    return Status::invalid_argument("a dimension wraps, but the deterministic backward pass does not support this");
   }
   const Geometry geometry = geometry_of(problem, tiles);
   BackwardParams p{};

@@ -66,8 +66,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   NATTEN_JAX_RETURN_IF_FAILED(choose_forward_form(problem, tiles, number, form));
   NATTEN_JAX_RETURN_IF_FAILED(check_seams(problem, arrays));
   if (arrays.key_bias != nullptr && !schedule.is_ping_pong) {
-    return Status::invalid_argument(
-        "kernels that add a key_bias issue their products in turns: is_ping_pong must be 1");
+    return Status::invalid_argument("kernels that add a key_bias require ping-pong scheduling: is_ping_pong must be 1");
   }
   Geometry geometry = geometry_of(problem, tiles);
   ForwardParams p{};

@@ -30,7 +30,7 @@ Status check_arrays(const Problem& problem) {
 
 Status check_seams(const Problem& problem, const Arrays& arrays) {
   if (!wraps(problem) || arrays.layouts == nullptr) return {};
-  return Status::invalid_argument("a dimension wraps, and batch entries have layouts of their own");
+  return Status::invalid_argument("a dimension wraps, but batch entries have separate layouts");
 }
 
 Status choose_form(const Form* forms, int count, const Problem& problem, const TileShapes& tiles, const char* pass,
