@@ -1,8 +1,8 @@
 """Rotary position embeddings for sequences, images and videos.
 
-The features of queries and keys are rotated in pairs. The angle of a pair is proportional to one coordinate of the
-token. Logits therefore depend on positions only through the difference between the coordinates of query and key. Each
-token dimension has its own feature pairs.
+The features of queries and keys are rotated in pairs, and each token dimension has its own feature pairs. The angle of
+a pair is proportional to the token's coordinate in the pair's dimension. A logit therefore depends on positions only
+through the differences between the coordinates of the query and the key.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rotary_angles(
             most ``head_dim``. The remaining features are not rotated. ``None`` distributes all features equally over
             the dimensions, and gives the remainder to the first.
         positions: Arrays ``[extent]``, one per dimension, with the positions of the tokens along the dimension.
-            Positions need not be integers. ``None`` counts from 0.
+            Positions need not be integers. ``None`` numbers the tokens from 0.
         theta: Base of the power in the formula above.
 
     Returns:
@@ -124,7 +124,7 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
 
 
 def _shares(features: Sequence[int] | None, head_dim: int, rank: int) -> tuple[int, ...]:
-    """Return the number of features that each dimension rotates: ``features`` after checks, or equal shares."""
+    """Check ``features``, or compute equal shares if it is ``None``. Return the number of features per dimension."""
     if features is None:
         if head_dim % 2:
             raise ValueError(f"head_dim must be even, because features turn in pairs, got {head_dim}; or give features")

@@ -55,8 +55,8 @@ __all__ = [
 #: Largest stride that is tried. Only the placement ``"aligned"``, which no backend uses, can reach this limit.
 _MOST_STRIDES = 1 << 16
 
-#: Dilations that are tried in a dimension if the window fits: all up to 24, the next 8 divisors of the extent, and the
-#: largest divisor up to 65536. The dilation of the problem is always tried.
+#: A dilation is tried in a dimension only if the window fits. Of these dilations, all up to 24, the next 8 divisors of
+#: the extent, and the largest divisor up to 65536 are tried. The dilation of the problem is always tried.
 _SMALLEST_DILATIONS, _DIVISORS = 24, 8
 
 #: Of the strides (or dilations) whose time is within this factor of the best time, the smallest is recommended.
@@ -80,8 +80,8 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
     """Return the smallest stride, per dimension, that makes the forward mask fully block-sparse for a pair of tiles.
 
     The mask is fully block-sparse if no visited key/value tile needs a mask. Return ``None`` if no stride achieves
-    this. That is the case if the window is not a multiple of the key/value tile. In a causal dimension, the stride
-    makes no difference, and usually some tiles need a mask.
+    this. For example, no stride does if the window is not a multiple of the key/value tile. In a causal dimension, the
+    stride makes no difference, and usually some tiles need a mask.
 
     Example:
         >>> from natten_jax import simulator
@@ -117,7 +117,7 @@ def _inner_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) ->
 def _largest_stride_to_try(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:
     """Return an upper bound of the smallest stride that needs no mask in a dimension; 0 if every stride needs one."""
     if axis.is_causal:
-        return 1  # with every stride, the last key that a query sees has the query's index
+        return 1  # larger strides do not help: with every stride, a query's window ends at the query
     if axis.kernel_size % kv_tile:
         return 0  # with every stride, some tile crosses the end of a window
     # If the stride is a multiple of the query tile, anchored tiles need no mask.
@@ -148,7 +148,7 @@ def recommend_stride(
         problem: The problem; its stride is ignored.
         pairs: Pairs of a query tile shape and a key/value tile shape.
         calibration: The time model, from :func:`calibration_for`. If ``None``, executed operations are compared.
-        placement: Start of the inner tiles; see :func:`count_tiles`.
+        placement: Position of the inner tiles; see :func:`count_tiles`.
 
     Returns:
         The recommendation, or ``None`` if no pair has a stride with a fully block-sparse mask.
@@ -173,7 +173,10 @@ _Found = TypeVar("_Found", Recommendation, "DilationRecommendation")
 
 
 def _smallest(found: Sequence[_Found]) -> _Found | None:
-    """Return the smallest stride or dilation at nearly the best speed; ``None`` if ``found`` is empty."""
+    """Return the recommendation with the smallest stride or dilation at nearly the best speed.
+
+    Return ``None`` if ``found`` is empty.
+    """
     least = min((_cost(each.simulation) for each in found), default=math.inf)
     fast = [each for each in found if _cost(each.simulation) <= _NEARLY_BEST * least]
     return min(fast, key=lambda each: (math.prod(each[0]), _cost(each.simulation)), default=None)
@@ -219,7 +222,7 @@ def recommend_dilation(
         problem: The problem; its stride is kept.
         pairs: Pairs of a query tile shape and a key/value tile shape.
         calibration: The time model, from :func:`calibration_for`. If ``None``, executed operations are compared.
-        placement: Start of the inner tiles; see :func:`count_tiles`.
+        placement: Position of the inner tiles; see :func:`count_tiles`.
 
     Returns:
         The recommendation, or ``None`` if no dilation is at least 2% faster than the problem's dilation.

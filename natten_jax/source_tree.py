@@ -105,7 +105,7 @@ def remedy(variables: str = "") -> str:
         return f"install natten_jax from its sources, {setting}"
     if ROOT is None:
         return f"reinstall natten_jax{' with ' * bool(variables)}{variables}"
-    # A library in the clone takes precedence over an installed library. So the library in the clone must be rebuilt.
+    # If the clone contains a library, it takes precedence over an installed library. So rebuild the clone's library.
     editable = "" if is_unbuilt() else "--editable "
     return f"run `{variables}{' ' * bool(variables)}pip install {editable}.` in {ROOT}"
 

@@ -147,8 +147,8 @@ def _first_led_from(window: Window, index: Index, length: Index, xp: ModuleType)
     offset = stride - stride // 2 - 1  # a leader is `stride // 2` after the first query of its group
     round_ = index // length * length if wraps else 0  # stride groups start over every `length` indices
     place = index - round_ if wraps else xp.maximum(index, 0)
-    # The leader of the last group is the last token or a token before it. If no leader is at or after `place`, `first`
-    # is `length`.
+    # The leader of the last group can be before the last token. So it is possible that no leader is at or after
+    # `place`. In this case `first` is `length`.
     first = xp.where(place < length, xp.minimum(_rounded_down(place + offset, stride), length), length)
     return round_ + first
 
@@ -237,7 +237,7 @@ class Axis:
         )
 
     def reach(self, queries: Index) -> tuple[Index, Index]:
-        """Return the coordinates of the first key and of one past the last key that each query sees.
+        """Return the coordinate of the first key that each query sees, and one past the coordinate of its last key.
 
         If the dimension wraps, a coordinate beyond one end of the dimension refers to a token at the other end.
         """

@@ -56,7 +56,7 @@ def objects_of(folder: Path) -> Iterator[tuple[str, float, int]]:
 
 
 def costs_by_template(folder: Path) -> dict[str, Costs]:
-    """Sum the costs of each template over its element types, and the costs of host code by folder."""
+    """Sum the costs of each template over its element types, and the costs of the host code in each folder."""
     found: dict[str, list[tuple[float, int]]] = collections.defaultdict(list)
     for source, seconds, size in objects_of(folder):
         path = Path(source)

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1].resolve()
-#: Directory of intermediate files. All runs use the same path, because CMake and ccache identify compilations by their
-#: paths. Concurrent runs need separate directories.
+#: Directory of intermediate files. By default, all runs use the same path, because CMake and ccache identify
+#: compilations by their paths. Concurrent runs need separate directories.
 WORK = ROOT / os.environ.get("NATTEN_JAX_WHEELS_WORK", "build/wheels")
 PYTHON_ALONE = "python"
 #: Environment variables of ``setup.py`` that select each kind of build.
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tools = install("tools", project["project"]["optional-dependencies"]["release"])
-    # Builds only use headers and programs of these packages. These work with every interpreter, and do not need the
-    # dependencies of the packages.
+    # Builds use only the headers and programs in these packages. Headers and programs work with every interpreter, and
+    # without the packages' dependencies.
     common = install("common", project["build-system"]["requires"], "--no-deps")
     sources = unpacked(options.sdist or source_distribution(common, pythons[0], out))
     # All environments are made before the first build, so that a missing compiler is reported early.

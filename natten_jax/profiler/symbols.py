@@ -1,4 +1,4 @@
-"""Readable names of launches, from kernel symbols, custom calls, collectives and XLA's instructions."""
+"""Readable names of launches, derived from kernel symbols, custom calls, collectives and XLA's instructions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BACKWARD = re.compile(r"backward|gradient|bprop|bwd")
 # - the library of the kernel, or "-".
 # - the kind of work, or "-".
 # - the readable name. "" stands for the cleaned symbol, "{pass_}" for Forward or Backward, and "{operator}" for Fna or
-#   Fmha, because kernels of this package run either operator.
+#   Fmha: some kernels of this package implement both operators.
 _RULES = (
     ("", r"^memset", "CUDA", "copy", "Memset"),
     ("", r"^memcpy", "CUDA", "copy", "Memcpy"),
@@ -102,8 +102,8 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
     Args:
         symbol: Symbol of the kernel. On a CPU: target of the custom call, or name of the instruction.
         instruction: Instruction that launched the kernel.
-        operator: Operator to name if the instruction lacks a plan: ``"fna"`` or ``"fmha"``.
-        scope: Scope path of the launch, used if the instruction lacks one.
+        operator: ``"fna"`` or ``"fmha"``. The operator in the name if the instruction has no plan.
+        scope: Scope path of the launch. It is used if the instruction has no scope path.
     """
     lowered = symbol.lower().replace("(anonymous namespace)::", "")
     target, own = instruction.target.lower(), _own_name(lowered)
@@ -141,7 +141,7 @@ def _own_name(symbol: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """Cut a text after 45 characters."""
+    """Replace everything after the first 45 characters of a text by an ellipsis."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
@@ -160,12 +160,12 @@ def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
     if own == "fusion" and opcodes - _COPYING:
         own = f"fusion of {', '.join(sorted(opcodes - _COPYING))}"
     product = "conv_general_dilated" if "convolution" in opcodes else "dot_general"
-    if category == "gemm" and opcodes and product not in label:  # a fusion's scope may omit its matrix product
+    if category == "gemm" and opcodes and product not in label:  # the scope of a fusion can lack its matrix product
         label = f"{product} + {label}" if label else product
     if label and "transpose(" in path:
         label = f"{label} (backward)"  # JAX names the scope of a transposed function transpose(...)
     if label and category == "copy" and label not in own:
-        label = f"{own} [{label}]"  # XLA copies data for a primitive: show both names
+        label = f"{own} [{label}]"  # XLA copies data for a primitive: name the copy and the primitive
     return Name("XLA", category, "-", shorten(label or own))
 
 
@@ -193,7 +193,7 @@ def _category(symbol: str, opcodes: frozenset[str]) -> str:
 def _scope_label(path: str) -> str:
     """Return the last scope and the primitive of a path, without the parts that JAX's transformations add.
 
-    A path without a slash is the name of an argument: its label is empty.
+    Return an empty string for a path without a slash, because such a path is the name of an argument.
     """
     if "/" not in path:
         return ""
@@ -202,7 +202,7 @@ def _scope_label(path: str) -> str:
 
 
 def _arch(lowered: str) -> str:
-    if match := re.search(r"sm_?(1\d\d|[5-9]\d)", lowered):  # in a mangled symbol, more digits may follow
+    if match := re.search(r"sm_?(1\d\d|[5-9]\d)", lowered):  # in a mangled symbol, other digits can follow
         return f"Sm{match[1]}"
     return next((arch for family, arch in _ARCHITECTURES.items() if family in lowered), "-")
 

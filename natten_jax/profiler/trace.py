@@ -56,7 +56,7 @@ class TracedProgram:
 
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Rows of a table, one per name of launches. Calls and times are sums over all runs."""
+        """Rows of a table, one per launch name. Calls and times are sums over all runs of the program."""
         return rows_of([self.launches])
 
     @property
@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace) -> None:
 def hosts_of(
     path: Path, *, with_memory: bool = False, module: str | None = None
 ) -> dict[Path, dict[str, TracedProgram]]:
-    """Return the programs of each host in the newest run with device events.
+    """Return the programs of each host in the newest profiler run that has device events.
 
     The outer key is a host's trace file, the inner key a program's name. The host with the most device time is first.
 
@@ -149,7 +149,7 @@ def _programs_in_file(file: Path, with_memory: bool) -> dict[str, TracedProgram]
 def _program_of(launched: Sequence[Event], module: str, number: int | None, programs: Mapping[int, Program]) -> Program:
     """Return the compiled program that launched these events.
 
-    Of the programs with the module's name, it is the one with the largest number of the events' instructions. Program
+    Of the programs with the module's name, it is the program that contains the most instructions of the events. Program
     numbers only break ties, because CPU events and compiled programs in a trace are numbered differently.
     """
     names = {event.instruction for event in launched}

@@ -49,10 +49,10 @@ class HeadSplit:
 
     @classmethod
     def for_parts(cls, heads: int, heads_kv: int, parts: int, kv_parts: int) -> HeadSplit:
-        """Split the query heads into ``parts``; key/value heads stay split into ``kv_parts`` only if these match.
+        """Split the query heads into ``parts``. Keep the key/value heads split into ``kv_parts`` if possible.
 
-        They match ``parts`` if both numbers are equal, or if each key/value head is a part and ``heads_kv`` divides
-        ``parts``.
+        It is possible if ``kv_parts`` equals ``parts``, or if each key/value head is a separate part and ``heads_kv``
+        divides ``parts``. Otherwise the key/value heads are not split.
         """
         fits = kv_parts == parts or (kv_parts == heads_kv and parts % heads_kv == 0)
         return cls(heads, heads_kv, parts, kv_parts if fits else 1)
@@ -86,8 +86,8 @@ class HeadSplit:
     ) -> list[jax.Array]:
         """Run a pass on one part of the query heads and on the key/value heads that the part reads.
 
-        Results with key/value heads, such as key gradients, contain all key/value heads. Heads that the part does not
-        read have zeros.
+        Results with key/value heads, such as key gradients, contain all key/value heads. They are zero for heads that
+        the part does not read.
         """
         taken = jnp.asarray(self.needed)[part]
         parts = [
@@ -114,7 +114,7 @@ def device_tiles(sharding: Any, ndim: int, devices: int) -> np.ndarray:
     Returns:
         The partitioner's device numbers. Devices along the dimension ``copies`` hold copies of the same part. Devices
         along the dimension ``manual`` differ in their positions along manual mesh axes, and hold unrelated arrays. The
-        extent of ``manual`` is 1 if the partitioner does not number these devices.
+        extent of ``manual`` is 1 if the partitioner numbers only the devices at one such position.
     """
     if sharding is None or not sharding.is_tiled():
         return np.arange(devices).reshape((1,) * ndim + (devices, 1))
@@ -135,8 +135,8 @@ class Layout:
         batch_axes: Number of leading batch dimensions: the axes that ``jax.vmap`` maps, and the batch.
         heads: Split of the heads.
         devices: The program's device numbers, indexed by the partitioner's device numbers, ``[manual, devices]``. If
-            the partitioner numbers only the devices along mesh axes that are not manual, there is a row for each
-            position along the manual mesh axes. Otherwise there is one row.
+            the partitioner numbers only the devices at one position along the manual mesh axes, there is a row for each
+            such position. Otherwise there is one row.
     """
 
     tiles: np.ndarray
@@ -204,9 +204,9 @@ class Layout:
         return self._program_devices(rows.reshape(-1, rows.shape[-1]))
 
     def groups(self, role: Role) -> np.ndarray:
-        """Return groups of devices that compute one part of an array from different queries, ``[groups, devices]``.
+        """Return groups of devices that compute the same part of a result from different queries.
 
-        The groups list the program's device numbers. The results of the devices of a group are added.
+        The shape is ``[groups, devices]``, with the program's device numbers. The results in each group are added.
         """
         rows = np.moveaxis(self._contributing(role), -3, -1)
         return self._program_devices(rows.reshape(-1, rows.shape[-1]))
@@ -280,7 +280,7 @@ def is_needed(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def lower_for_one(function: Callable[..., Any], ctx: mlir.LoweringRuleContext, values: Sequence[Any]) -> Any:
-    """Lower a function with several results for a single device.
+    """Lower a function that runs on a single device and returns several results.
 
     The argument types are replaced by types without meshes. Otherwise the transposes that JAX derives would contain
     sums over the mesh axes along which some arguments vary and others do not.
@@ -354,8 +354,8 @@ class Partitioned:
         Each other dimension of an array is split independently. If several query heads share a key/value head, the
         dimension of the query heads has two factors: the key/value heads, and the query heads per key/value head.
 
-        Query heads and key/value heads are split independently if there is only one key/value head. This is also the
-        case if the devices can split the query heads into a number of parts that does not divide the key/value heads.
+        In two cases query heads and key/value heads are split independently: if there is only one key/value head, or if
+        the devices can split the query heads into a number of parts that does not divide the key/value heads.
         """
         heads, heads_kv = arguments[0].shape[-2], arguments[1].shape[-2]
         devices = self.devices.shape[1]

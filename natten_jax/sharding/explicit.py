@@ -71,7 +71,7 @@ def _placed(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def with_whole_dimensions(inputs: Inputs, *, keeps_tokens: bool) -> Inputs:
-    """Gather the dimensions of inputs that cannot stay split over explicit mesh axes, with a warning.
+    """Gather each input dimension that cannot stay split over explicit mesh axes, and warn about it.
 
     Args:
         inputs: The inputs of a call.
@@ -104,7 +104,7 @@ def replicated(array: jax.Array) -> jax.Array:
 
 
 def split_like(array: jax.Array, other: jax.Array) -> jax.Array:
-    """Split an array over the explicit mesh axes that split ``other``.
+    """Split the dimensions of an array over the same explicit mesh axes as the dimensions of ``other``.
 
     Each dimension of the array has the extent of the same dimension of ``other``, or extent 1. Dimensions of extent 1
     are not split.

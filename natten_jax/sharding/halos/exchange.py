@@ -5,8 +5,8 @@ Queries are not exchanged. A device receives the keys and values that the window
 exchange sends the gradients of received keys and values back to the devices that own these tokens. Each device adds the
 gradients that it receives to the gradients of its local tokens.
 
-Inside ``jax.shard_map`` the exchange is one linear operation with a custom transpose. The transpose that JAX derives is
-equivalent, but it copies whole arrays for every slab (the keys of a halo that come from one device).
+Inside ``jax.shard_map`` the exchange is one linear operation with a custom transpose. The transpose that JAX would
+derive is equivalent, but it would copy whole arrays for every slab (the keys of a halo that come from one device).
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int) -> jax.A
 
 
 def with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move], axis: int) -> jax.Array:
-    """Send the gradients of halos back, and add them to the gradients of the local tokens that they belong to."""
+    """Send the gradients of halos back to the devices that own the tokens, and add them to the gradients there."""
     for move, slab in zip(moves, slabs, strict=True):
         edge = unknown(move.edge)
         sum_ = move.back(slab) + jax.lax.dynamic_slice_in_dim(own, edge, move.tokens, axis)
@@ -215,8 +215,8 @@ class Exchange:
     def for_problem(cls, problem: Problem, lines: Sequence[DeviceLine | None]) -> Exchange:
         """Create the exchange of a call; ``problem`` has the global layout.
 
-        If two devices split a dimension, their halos get equal lengths, so that the devices can swap the halos in one
-        exchange.
+        If two devices split a dimension that does not wrap, their halos get equal lengths, so that the devices can swap
+        the halos in one exchange.
         """
         halos = halos_of(problem, [1 if line is None else line.parts for line in lines])
         return cls([halo.evened() for halo in halos], lines)
@@ -235,15 +235,18 @@ class Exchange:
     def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Extend keys and values by all tokens that the windows of this device reach.
 
-        The dimensions are exchanged one after another. Each exchange includes the halos of the previous dimensions, so
-        that the corners of the halos are also exchanged.
+        Halos are exchanged along one dimension after another. The tokens that are sent along a dimension include the
+        halos of the previous dimensions, so that the corners of the halos are also exchanged.
         """
         for axis, halo, line in self._split_axes():
             arrays = extended(arrays, halo, line, axis)
         return list(arrays)
 
     def returned(self, array: jax.Array) -> jax.Array:
-        """Apply the transpose of :meth:`extended` to one array: send halos back to their owners and add them there."""
+        """Apply the transpose of :meth:`extended` to one array.
+
+        Halos are sent back to the devices that own their tokens, and added to the arrays there.
+        """
         for axis, halo, line in reversed(self._split_axes()):
             array = returned(array, halo, line, axis)
         return array
@@ -287,8 +290,8 @@ def flat_origins(layout: Sequence[int], lines: Sequence[DeviceLine | None]) -> j
     """Return the origins of a device's queries and keys in the flattened sequence, int32 ``[2, 3]``.
 
     The device has the keys of the whole sequence, so their origin is 0. If the layout has several dimensions, the
-    queries of a device are not contiguous in the sequence. Their origin is then also 0. Such a call has no causal mask,
-    so its result does not depend on positions.
+    queries of a device need not be contiguous in the sequence. Their origin is then also 0. A call with several
+    dimensions has no causal mask, so its result does not depend on positions.
     """
     (line, *others) = lines
     first = 0 if line is None or others else line.place * layout[0]

@@ -5,8 +5,8 @@ A *slab* is the keys of a halo that come from one device. A pass has several ste
 - In the first step, a device attends with all of its queries to its local keys, while the first slab travels.
 - In each later step, the device attends to one slab with the queries that see it, while the next slab travels.
 
-Each step of a forward pass continues the previous step, and merges the outputs by their logsumexp. Each step of a
-backward pass uses the logsumexp over all keys, and the gradients of all steps are added.
+In a forward pass, each later step merges its output with the output of the earlier steps, using their logsumexps. In a
+backward pass, each step uses the logsumexp over all keys, and the gradients of all steps are added.
 
 XLA starts an exchange as soon as its operands exist, and waits for the exchange before the first read of its result.
 Optimization barriers enforce the order: a slab is cut out before the computation that overlaps its exchange, and it is
@@ -98,8 +98,8 @@ class HaloPipeline:
         device the exchange must start before the pass. If the exchange starts late on one device, the exchange kernels
         of other devices occupy SMs until the pass on this device ends. A pass of 19 milliseconds then took 21.
 
-        The exchange starts 2 to 3 microseconds after its data is ready. So the pass should first run a small operation
-        on the returned arrays.
+        The exchange starts 2 to 3 microseconds after its data is ready. To delay its kernels by this time, the pass
+        should first run a small operation on the returned arrays.
 
         Args:
             arrays: Inputs of the computation that overlaps the exchange.
@@ -144,21 +144,21 @@ class HaloPipeline:
 
 @dataclasses.dataclass(frozen=True)
 class _Patchwork:
-    """Local keys or values, and their halos as separate arrays. Only slabs that are sent contain both.
+    """Local keys or values, and their halos as separate arrays. They are only joined in slabs that are sent.
 
     Attributes:
         own: Local keys or values.
         layers: Received slabs of each dimension, in the order of the exchanges. Each slab includes the halos of the
-            dimensions that were exchanged before its own dimension.
+            dimensions whose exchanges came earlier.
     """
 
     own: jax.Array
     layers: Mapping[int, tuple[jax.Array, ...]] = dataclasses.field(default_factory=dict)
 
     def sent(self, slab: Slab, edge: jax.Array, exchange: Exchange) -> jax.Array:
-        """Cut out the slab that is sent to another device, with the halos of previously exchanged dimensions.
+        """Cut out the slab that is sent to another device, including the halos of dimensions with earlier exchanges.
 
-        Along its own dimension, the slab starts at ``edge``.
+        Along ``slab.dimension``, the slab starts at ``edge``.
         """
         axis = FIRST_TOKEN_AXIS + slab.dimension
 
@@ -244,7 +244,8 @@ ContinueForward = Callable[[Request, Operands, Saved, QueryBox], Saved]
 def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange, *, has_sinks: bool = False) -> bool:
     """Return True if a pass overlaps computation with the halo exchange.
 
-    Passes with a key bias or with sinks do not. Passes on 8-bit arrays do not either: their outputs are not merged.
+    Passes with a key bias or with sinks do not overlap them. Passes on 8-bit arrays do not either, because the outputs
+    of such passes are not merged.
     """
     if has_sinks or request.problem.key_bias or request.problem.element.is_float8:
         return False
@@ -323,9 +324,10 @@ def backward(
 
 
 def _started_and_cut(travel: HaloPipeline, arrays: _Tree, query_arrays: _Tree) -> tuple[_Tree, _Tree | None]:
-    """Start the exchange of the next slab, and copy the queries that see this slab, before ``arrays`` are used.
+    """Start the exchange of the next slab, and copy the rows of the queries that see this slab.
 
-    The queries are copied from every array in ``query_arrays``; the copies are ``None`` if there is no next slab.
+    Computations on the returned ``arrays`` start after the copies. The rows of every array in ``query_arrays`` are
+    copied. Without a next slab, ``None`` is returned instead of the copies.
     """
     arrays, seeing = travel.started_before(arrays)
     if seeing is None:
