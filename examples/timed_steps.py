@@ -18,7 +18,7 @@ LINES = 10  # maximum number of printed losses
 
 
 class AttentionTime(NamedTuple):
-    """Device time of a step in seconds: natten_jax's forward passes, its backward passes, and the total."""
+    """Device times in seconds of natten_jax's forward passes, of its backward passes, and of the whole step."""
 
     forward: float
     backward: float
@@ -60,7 +60,7 @@ class TimedSteps:
         """Train, and print mean losses at regular intervals. At the end, print the median time of a step.
 
         Args:
-            batch: Function that returns a step's arguments after the state, given the number of the step. The first
+            batch: Function that maps the number of a step to the step's arguments, except for the state. The first
                 step has the number 1.
             count: Number of steps.
         """
@@ -91,17 +91,18 @@ class TimedSteps:
         return statistics.median(self.seconds[1:] or self.seconds)
 
     def profile(self, *batch: Any, iterations: int = 3) -> AttentionTime:
-        """Measure the device time of a step, and of the attention in it. The steps do not change the state.
+        """Measure the device time of a step, and of the attention in it. The measured steps do not change ``state``.
 
-        The step is compiled a second time, so that the trace of JAX's profiler maps launches to HLO instructions. The
-        instructions of natten_jax's passes are marked. A fusion is attributed to its last instruction.
+        The step is compiled a second time, so that the trace of JAX's profiler names the HLO instruction of each
+        launch. HLO attributes identify the instructions of natten_jax's passes. A fusion is attributed to its last
+        instruction.
 
         Args:
-            batch: Arguments of the step after the state.
-            iterations: Number of steps.
+            batch: Arguments of the step, except for the state.
+            iterations: Number of measured steps.
 
         Returns:
-            Times of the step with the median total time.
+            Times of the measured step with the median total time.
         """
         compiled = compile_for_trace(self._step, self.state, *batch)
         program = Program.from_compiled(compiled)

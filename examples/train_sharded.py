@@ -6,7 +6,7 @@ compiler derives all other shardings. The attention operator needs no communicat
 
 The clips pan over the two photographs that come with scikit-learn, so nothing is downloaded. The model predicts each
 frame from the frames before it, so attention is causal along time. A CPU can act as several devices. A run on a CPU
-can show that sharded training gives the losses of a single device, but cannot show a speed-up.
+can show that the losses of sharded training agree with those of a single device, but cannot show a speed-up.
 
     python examples/train_sharded.py --devices 8 --model-parallel 2 --compare
 """
@@ -83,7 +83,7 @@ class Predictor(nnx.Module):
         rngs = nnx.Rngs(options.seed)
         features, pixels = options.heads * options.head_dim, CHANNELS * options.patch**2
         self.embed = nnx.Linear(pixels, features, rngs=rngs)
-        # Position embedding of a token: the sum of a vector for its frame, its row and its column.
+        # Position embedding of a token: the sum of three vectors, for its frame, its row and its column.
         self.frame, self.row, self.column = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, features))) for length in options.tokens
         )
@@ -177,7 +177,8 @@ class Data:
         patch, (frames, *tokens) = self.options.patch, self.options.tokens
         size = np.array(tokens) * patch
         last_corner = np.array(PICTURE_SIZE) - size
-        # The clip moves in a straight line. Between frames it moves by at most a patch in each dimension.
+        # The clip moves in a straight line until it reaches an edge of the picture. From frame to frame, it moves by at
+        # most the size of a patch in each dimension.
         pan = random.integers(-patch, patch, 2, endpoint=True) * np.arange(frames + 1)[:, None]
         corners = np.clip(random.integers(0, last_corner, endpoint=True) + pan, 0, last_corner)
         picture = self.pictures[random.integers(len(self.pictures))]

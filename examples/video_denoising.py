@@ -65,7 +65,7 @@ class Denoiser(nnx.Module):
         features, pixels = options.heads * options.head_dim, 3 * options.patch**2
         self.dtype = dtype
         self.embed = nnx.Linear(pixels, features, dtype=dtype, rngs=rngs)
-        # Position embedding of a token: the sum of a vector for its frame, its row and its column.
+        # Position embedding of a token: the sum of three vectors, for its frame, its row and its column.
         self.frame, self.row, self.column = (
             nnx.Param(0.02 * jax.random.normal(rngs.params(), (length, features))) for length in options.tokens
         )
@@ -110,7 +110,8 @@ class Data:
         size = rows * self.patch, columns * self.patch
         last_corner = np.array(pictures.shape[1:3]) - np.array(size)
         pass_, where, speed, noise = jax.random.split(key, 4)
-        # The clip moves in a straight line. Between frames it moves by at most a patch in each dimension.
+        # The clip moves in a straight line. From frame to frame, it moves by at most the size of a patch in each
+        # dimension.
         start = jax.random.uniform(where, (2,), maxval=last_corner)
         pan = jax.random.uniform(speed, (2,), minval=-1.0) * self.patch * (frames - 1)
         corners = jnp.linspace(start, jnp.clip(start + pan, 0, last_corner), frames).round().astype(int)

@@ -87,7 +87,7 @@ def latitudes_of(count: int) -> jax.Array:
 
 
 def winds(latitudes: jax.Array, longitudes: int) -> jax.Array:
-    """Return how far the wind at each latitude blows eastward per step, in radians: one to three cells."""
+    """Return the eastward distance in radians that winds at each latitude blow per step: one to three grid cells."""
     return (2 + jnp.sin(2 * latitudes)) * 2 * jnp.pi / longitudes
 
 

@@ -3,8 +3,8 @@
 Importing this package only checks that Flax is installed. Import the submodule that you need:
 
 - :mod:`natten_jax.flax_modules.nnx`: ``NeighborhoodAttention1D``, ``2D`` and ``3D`` for :mod:`flax.nnx`.
-- :mod:`natten_jax.flax_modules.linen`: modules with the same names for :mod:`flax.linen`. Parameters and constructor
-  arguments are also the same, except that only the ``nnx`` modules have the arguments ``rngs`` and ``*_metadata``.
+- :mod:`natten_jax.flax_modules.linen`: modules for :mod:`flax.linen` with the same names, parameters and constructor
+  arguments as the ``nnx`` modules. Only the arguments ``rngs`` and ``*_metadata`` are missing.
 - :mod:`natten_jax.flax_modules.attention_fn`: ``neighborhood_attention_fn``, for the ``attention_fn`` argument of
   Flax's own ``MultiHeadAttention``.
 - :mod:`natten_jax.flax_modules.convert`: functions that convert weights from the PyTorch modules of NATTEN and Hugging

@@ -87,8 +87,8 @@ class Neighborhood:
             drop: Function that applies dropout to the attention weights, which are then stored as an array. ``None``
                 turns this dropout off.
             **terms: The arguments ``query_origin``, ``extents``, ``upsample``, ``relative_bias``, ``key_bias`` and
-                ``sinks`` of the operators. ``query_origin``, ``extents`` and ``key_bias`` may have as many batch
-                dimensions as ``query``.
+                ``sinks`` of the operators. ``query_origin``, ``extents`` and ``key_bias`` may begin with the batch
+                dimensions of ``query``, whatever the number of these dimensions.
 
         Returns:
             ``[*batch, *layout, heads, head_dim_v]``.
@@ -123,9 +123,8 @@ class Neighborhood:
 def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | None) -> Any:
     """Flatten the batch dimensions of an array to one dimension.
 
-    ``rank`` is the required number of further dimensions, or ``None`` for any number. An array is returned unchanged if
-    its shape does not begin with ``batch``. If a number is required, an array is also returned unchanged if ``batch``
-    is empty, or if the number of further dimensions differs.
+    An array is returned unchanged if its shape does not begin with ``batch``. If ``rank`` is not ``None``, an array is
+    also returned unchanged if ``batch`` is empty, or if the number of dimensions after ``batch`` is not ``rank``.
     """
     shape = getattr(array, "shape", ())
     others = shape[len(batch) :]
@@ -234,8 +233,7 @@ class NeighborhoodModule:
         attn_drop: Dropout rate of the attention weights. While dropout is on, the weights are stored as an array. This
             is slower than the fused operators and emits a warning. While dropout is off, the fused operators run.
         proj_drop: Dropout rate of the output projection's result.
-        num_kv_heads: Number of key and value heads, which must divide ``num_heads`` (GQA, MQA). The default is
-            ``num_heads``.
+        num_kv_heads: Number of key/value heads. It must divide ``num_heads`` (GQA, MQA). The default is ``num_heads``.
         qkv_features: Features of all query heads together. The default is ``in_features``.
         out_features: Features per token of the output. The default is ``in_features``.
         relative_bias: Add a learned bias ``rpb`` to the logits, with one value per head and per offset of a key from a
@@ -316,13 +314,16 @@ def drop_of_weights(
     """Return a function that drops attention weights; ``None`` if dropout is off."""
     if dropout is None or (dropout.deterministic if deterministic is None else deterministic) is True:
         return None
-    if isinstance(rngs, jax.Array):  # derive another key: output dropout uses the given key
+    if isinstance(rngs, jax.Array):  # derive a new key, because output dropout uses the given key
         rngs = jax.random.fold_in(rngs, 1)
     return functools.partial(dropout, deterministic=deterministic, rngs=rngs)
 
 
 def settings_of(common: Mapping[str, Any], *values: Any) -> dict[str, Any]:
-    """Return the settings of a projection: ``values``, with ``None`` replaced by the setting in ``common``."""
+    """Return the settings of a projection by name.
+
+    ``values`` are in the order of ``common``. A value of ``None`` is replaced by the setting in ``common``.
+    """
     pairs = zip(common.items(), values, strict=True)
     return {name: default if value is None else value for (name, default), value in pairs}
 
@@ -335,8 +336,8 @@ def head_sizes(
     The head dimension is 0 if ``in_features`` is ``None``.
 
     Raises:
-        ValueError: A size is less than 1, ``num_heads`` is not a multiple of ``num_kv_heads``, or ``num_heads`` does
-            not divide the features.
+        ValueError: A size is less than 1, ``num_heads`` is not a multiple of ``num_kv_heads``, or the number of
+            features is not a multiple of ``num_heads``.
         TypeError: An argument is not an int.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -471,7 +472,7 @@ class NeighborhoodAttentionFn:
 
     @property
     def rank(self) -> int | None:
-        """Number of token dimensions: the length of arguments that are tuples; ``None`` if all are single values."""
+        """Number of token dimensions: the length of the first argument that is a tuple; ``None`` if none is a tuple."""
         return next((len(v) for v in self.settings.values() if isinstance(v, tuple)), None)
 
     def for_rank(self, rank: int) -> Neighborhood:

@@ -2,7 +2,7 @@
 
 NATTEN's ``NeighborhoodAttention1D``, ``2D`` and ``3D`` have ``qkv.weight`` ``[3 * features, features]``, ``qkv.bias``
 (if ``qkv_bias`` is set), ``proj.weight`` ``[features, features]`` and ``proj.bias``. The rows of ``qkv.weight`` belong
-to query, key and value, in this order. Within each of the three, they are ordered by head, then by head dimension.
+to query, key and value, in this order. Within each of the three, the rows are ordered by head, then by head dimension.
 Modules of NATTEN releases before 0.20 may also have a relative bias ``rpb`` ``[heads, 2 * kernel_size - 1, ...]``.
 
 The attention of NAT and DiNAT in Hugging Face's transformers has two submodules. The submodule ``self`` has ``query``,
@@ -234,7 +234,8 @@ def _tensor(
 ) -> FloatArray:
     """Return the weight ``prefix + name``.
 
-    If ``shape`` is given, the weight must have this shape, which was derived from the shape of the weight ``source``.
+    If ``shape`` is given, the weight must have this shape. The error message for a different shape says that the weight
+    ``source`` requires ``shape``.
     """
     if prefix + name not in state_dict:
         found = [re.match(r"(.*?)(qkv|(self\.)?query)\.weight$", key) for key in state_dict if isinstance(key, str)]

@@ -153,11 +153,11 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
 
         Args:
             inputs: ``[*batch, *layout, in_features]``, with any number of batch dimensions.
-            inputs_kv: Input of the key and value projections. The default is ``inputs``. The layout may be larger than
-                the layout of ``inputs`` (see ``query_origin``) or coarser (see ``upsample``).
+            inputs_kv: Input of the key and value projections. The default is ``inputs``. The layout of ``inputs_kv``
+                may be larger than the layout of ``inputs`` (see ``query_origin``) or coarser (see ``upsample``).
             query_origin: Offset of ``inputs`` in the layout of ``inputs_kv``, as in the operators.
-            extents: ``[*batch, rank]``. Number of valid tokens in each dimension of the layout, as in the operators.
-                The other tokens are padding.
+            extents: ``[*batch, rank]``. Number of valid tokens in each dimension of the layout of ``inputs_kv``, as in
+                the operators. The other tokens are padding.
             upsample: Number of tokens of ``inputs`` per token of ``inputs_kv`` in each dimension, as in the operators.
             key_bias: ``[*batch, *layout]`` or ``[*batch, num_heads, *layout]``. Bias that is added to all logits of a
                 key. A bool array masks out the keys at ``False``.
@@ -174,7 +174,7 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
             ``[*batch, *layout, out_features]``.
 
         Raises:
-            ValueError: ``inputs`` has a wrong shape, or the window does not fit its layout.
+            ValueError: An array has a wrong shape, or the window does not fit the layout of ``inputs_kv``.
         """
         inputs, others = self._tokens(inputs, inputs_kv, self.in_features)
         projections = (self.query, inputs), (self.key, others), (self.value, others)

@@ -7,5 +7,6 @@
 - ``names``: explains unknown keyword arguments, such as names of other libraries, and checks arguments of NATTEN that
   have no effect here.
 
-These modules import only :mod:`natten_jax.element_types`, so that windows, problems and operators can import them.
+From the rest of the package, these modules import only :mod:`natten_jax.element_types`. Windows, problems and operators
+can therefore import these modules.
 """

@@ -126,13 +126,13 @@ def checked_scale(
     """Return the factor of the logits as a Python float, or ``None`` for the default.
 
     Args:
-        scale: The argument; ``None`` is the default.
+        scale: The argument; ``None`` requests the default factor.
         dtype: Element type of the problem, or ``None`` if it is unknown. For all types except float64,
             ``scale * log2(e)`` must be finite in float32, because logits are float32 and kernels compute exponentials
             with base 2.
         name: Name of the argument, for error messages.
-        takes_arrays: True if error messages should also list arrays as valid. ``scale`` itself must not be an array,
-            because :func:`number_or_array` has separated arrays from numbers.
+        takes_arrays: True if error messages should also list arrays as valid. This function nevertheless rejects
+            arrays: the caller must pass them to :func:`per_head` instead (see :func:`number_or_array`).
 
     Raises:
         ValueError: The scale is not finite, or too large for ``dtype``.
@@ -210,7 +210,7 @@ def per_head(scale: jax.Array | np.ndarray[Any, Any], batch: Any, heads: int, dt
     return jnp.broadcast_to(factors, (batch, heads))
 
 
-#: One entry per token dimension: the mesh axis that shards it, a sequence of axes (slowest first), or ``None``.
+#: One entry per token dimension: the mesh axis that shards it, a sequence of axes (slowest-varying first), or ``None``.
 TokenAxes = Sequence[str | Sequence[str] | None]
 
 

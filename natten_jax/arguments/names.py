@@ -1,6 +1,7 @@
 """Error messages for unknown keyword arguments and for arguments of wrong types.
 
-For an unknown argument, they suggest the intended one, also for argument names of NATTEN and other libraries.
+The message for an unknown argument suggests the intended argument. Names of arguments of NATTEN
+and other libraries are also recognized.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ class Neutral(NamedTuple):
     instead: str
 
 
-#: Arguments of NATTEN's operators, and of their ``attention_kwargs``, without effect here.
+#: Arguments of NATTEN's operators, and of their ``attention_kwargs``, that are accepted here without effect.
 NEUTRAL_OPERATOR_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((False,), "jax.jit compiles every call"),
         "backward_use_pt_reduction": Neutral((False,), "here it is called backward_use_xla_reduction"),
     }
 )
-#: Arguments of NATTEN's ``merge_attentions`` without effect here. NATTEN compiles merges by default, so
-#: ``torch_compile=True`` is accepted.
+#: Arguments of NATTEN's ``merge_attentions`` that are accepted here without effect. NATTEN compiles merges by
+#: default, so ``torch_compile=True`` is accepted.
 NEUTRAL_MERGE_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((True, False), "every merge is compiled"),
@@ -80,7 +81,8 @@ def reject_unknown_kwargs(
                 names = ", ".join(each for each in by_position if each != "self")
                 given = ", ".join(map("{}={}".format, by_name, map(shown, args[len(by_position) :])))
                 message = f"{_label(function, args)}() takes {names} by position, and all other arguments by name"
-                # NATTEN's constructors take these by position, in this order: suggest the call with names.
+                # NATTEN's constructors accept these arguments by position, in the order of `by_name`. The message
+                # shows how to write them with names.
                 raise TypeError(f"{message}: write {given}" if function.__name__ == "__init__" else message)
             if not kwargs.keys() <= accepted:
                 name = next(each for each in kwargs if each not in accepted)
@@ -92,19 +94,21 @@ def reject_unknown_kwargs(
     return decorate
 
 
-#: Annotations of arguments that functions convert: also arrays, lists and other kinds of numbers are accepted.
+#: Annotations that are not checked. Functions convert arguments with these annotations, and also accept arrays, lists
+#: and other types of numbers for them.
 _UNCHECKED = (Any, bool, float, tuple, Sequence)
 
 
 def check_types(function: Function) -> Function:
     """Decorate a function or a method so that it checks arguments against annotations before the call.
 
-    Annotations that are checked: a class, ``int``, ``Literal`` and ``Iterable``, each optionally with ``| None``. An
-    argument with another annotation is passed on unchecked. An ``int`` argument is converted to a Python int of at
-    least 1, or of at least 0 if its default is 0.
+    The checked annotations are a class, ``int``, ``Literal`` and ``Iterable``, each optionally with ``| None``.
+    Arguments with other annotations are passed on unchecked. An ``int`` argument is converted to a Python int, which
+    must be at least 1, or at least 0 if the default is 0.
     """
     parameters = inspect.signature(function).parameters
-    hints = functools.cache(lambda: get_type_hints(inspect.unwrap(function)))  # read once all names are defined
+    # Read the annotations at the first call, because they may contain names that are defined after the function.
+    hints = functools.cache(lambda: get_type_hints(inspect.unwrap(function)))
 
     def checked(name: str, value: Any) -> Any:
         hint = hints().get(name)
@@ -325,7 +329,7 @@ def explanation(name: str, known: Collection[str]) -> str:
         known: Names that the function accepts.
 
     Returns:
-        The end of the error message, beginning with a colon; an empty string without a suggestion.
+        The end of the error message, beginning with a colon; an empty string if there is no suggestion.
     """
     meaning = _BY_NAME.get(name.lower()) if isinstance(name, str) else None
     if meaning is None:
@@ -341,6 +345,7 @@ def _nearest(name: str, known: Collection[str]) -> Iterator[str]:
     """Yield known names similar to ``name``, most similar first."""
     written = name[:_LONGEST].lower()
     yield from difflib.get_close_matches(written, sorted(known), 1, cutoff=0.75)
-    # The name may also be a misspelt name of another library: yield the arguments that correspond to this name.
+    # `name` may also be a misspelling of another library's argument. Then yield the known names that correspond to this
+    # argument.
     for other in difflib.get_close_matches(written, sorted(_BY_NAME), 1, cutoff=0.85):
         yield from (each for each in _BY_NAME[other].here.split() if each in known)

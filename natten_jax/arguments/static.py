@@ -55,7 +55,7 @@ def shown(value: Any) -> str:
 
 
 def warn_of_line(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points at the user's line, which calls this package, JAX or Flax."""
+    """Issue a warning that points at the user code that called this package, directly or through JAX or Flax."""
     level, frame = 1, sys._getframe().f_back
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back
@@ -165,7 +165,7 @@ def _suggestion(word: str, choices: Sequence[str]) -> str:
 def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
     """Convert a Python or NumPy bool, or a zero-dimensional bool array, to a Python bool.
 
-    ``or_none`` adds ``None`` to the error message.
+    If ``or_none`` is true, the error message for invalid values lists ``None`` as a valid value.
     """
     check_static(name, value)
     found = _python_bool(value)
@@ -193,7 +193,10 @@ def hashable(value: Any) -> Any:
 def _tuple_of(
     read: Callable[[Any], T | None], name: str, value: Any, rank: int, article: str, kinds: str, repeat: bool
 ) -> tuple[T, ...]:
-    """Convert ``value`` to a tuple of ``rank`` values, each with ``read``; if ``repeat``, repeat a single value."""
+    """Convert the elements of ``value`` with ``read`` to a tuple of length ``rank``.
+
+    If ``repeat`` is true, ``value`` may be a single value, which is repeated ``rank`` times.
+    """
     check_static(name, value)
     is_array = isinstance(value, _ARRAYS)
     if is_array and value.ndim > 0:
@@ -298,8 +301,8 @@ def _key(value: Any) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-#: Batch size that plans assume for a symbolic batch. Tiles that are chosen for it also suit a single batch entry, and
-#: need little memory per step even with hundreds of entries.
+#: Batch size that plans assume for a symbolic batch. Tiles that plans choose for this size also suit a single batch
+#: entry. With hundreds of entries, the temporary arrays of each step over such tiles are still small.
 _ASSUMED_BATCH = 8
 
 
@@ -309,7 +312,10 @@ def planned_batch(batch: int) -> int:
 
 
 def least_batch(batch: int) -> int:
-    """Return ``batch``, or 1 if it is symbolic, to compute the size of memory that batch entries can reuse in turn."""
+    """Return the number of batch entries to allocate memory for: ``batch``, or 1 if ``batch`` is symbolic.
+
+    If the batch is symbolic, its entries use the memory one after the other.
+    """
     return batch if isinstance(batch, int) else 1
 
 

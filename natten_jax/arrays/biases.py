@@ -1,6 +1,6 @@
 """Operands that change logits: biases in the forms that backends take, sinks, and factors per head.
 
-In a bias, ``-inf`` and numbers of at most half the lowest finite number hide a key: they mask it out.
+A bias hides a key (masks it out) if it is ``-inf``, or less than or equal to half the lowest finite number of its type.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
     hiding = with_hidden_keys(operand)
     limits = jnp.finfo(accumulator)
     if float(jnp.finfo(operand.dtype).max) > float(limits.max):
-        # In the narrower type, numbers that do not hide keys must not overflow, and must still not hide keys.
+        # The accumulator's range is smaller. Clip the numbers that do not hide keys, so that they neither overflow nor
+        # hide keys in the accumulator's type.
         lowest = np.nextafter(np.asarray(limits.min / 2, accumulator), np.asarray(0, accumulator))
         hiding = jnp.where(jnp.isinf(hiding), hiding, jnp.clip(hiding, float(lowest), float(limits.max)))
     return hiding.astype(accumulator)
 
 
 def with_hidden_keys(operand: jax.Array) -> jax.Array:
-    """Replace numbers that hide keys by ``-inf``. Their gradient is 0."""
+    """Replace numbers that hide keys by ``-inf``. The gradient of the replaced numbers is 0."""
     return jnp.where(operand <= float(jnp.finfo(operand.dtype).min) / 2, -jnp.inf, operand)
 
 
 def with_hidden_keys_of_inputs(inputs: Inputs) -> Inputs:
-    """Apply :func:`with_hidden_keys` to biases and sinks, for backends whose kernels do not."""
+    """Replace numbers that hide keys by ``-inf`` in biases and sinks, for kernels that do not replace them."""
     given = {name: getattr(inputs, name) for name in ADDED}
     return inputs._replace(**{name: with_hidden_keys(array) for name, array in given.items() if array is not None})
 
@@ -107,8 +108,9 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
     """
     batch, *tokens, heads = logsumexp.shape
     per_query = sinks.reshape(sinks.shape[0], *(1,) * len(tokens), heads)
-    # A query without visible keys and without sinks has a logsumexp of -inf. Its products are 0, even if delta is NaN:
-    # padding may hold any values. The minimum keeps weights at most 1 if large numbers are rounded.
+    # A query without visible keys and without sinks has a logsumexp of -inf. Its product of weight and delta is set to
+    # 0, because delta can be NaN: padding may hold any values. The minimum keeps weights at most 1, although rounding
+    # can make a large sink exceed the logsumexp.
     weights = jnp.exp(jnp.minimum(per_query - logsumexp, 0))
     changes = jnp.where(jnp.isneginf(logsumexp), 0, weights * delta)
     # Sum in two steps, because XLA's sums are slow if few elements are contiguous. The barrier keeps XLA from merging
@@ -125,7 +127,8 @@ def sinks_gradient(sinks: jax.Array, logsumexp: jax.Array, delta: jax.Array) -> 
 #: bias is the sum of its terms.
 _TERMS = 3
 #: Smallest magnitude of the kernels' scale. Terms are divided by the kernels' scale, because kernels multiply them by
-#: it. If the scale of the call is smaller, the query is first multiplied by the ratio of the call's scale to this one.
+#: it. If the call's scale has a smaller magnitude, the kernels' scale is ``_SMALLEST_SCALE``, and the query is
+#: multiplied by ``scale / _SMALLEST_SCALE`` before the kernels run.
 _SMALLEST_SCALE = 2.0**-10
 #: Finite biases and sinks are clipped to these fractions of the magnitude of a hidden key's logit. A logsumexp below
 #: ``-_UNSEEN`` times that magnitude then identifies the queries without sinks whose keys are all hidden.
@@ -137,14 +140,16 @@ class _Numbers(NamedTuple):
 
     Attributes:
         exponent_bits: Bits of a term's exponent.
-        fraction_bits: Bits of a term's fraction. Kernels may round float32 to TF32, which has ten.
+        fraction_bits: Bits of a term's fraction. Kernels may round float32 to TF32, which has ten fraction bits.
         largest: Largest magnitude of a term.
-        hidden: Magnitude of a hidden key's logit, or of its product with the query, whichever is larger. It is finite,
-            because ``-inf`` times the zeros in the columns of other heads would be NaN. ``None`` for float16: the
-            magnitude of the sum of the terms is then ``_TERMS * largest``.
-        exponent: Base-2 logarithm of the factor by which kernels multiply a term: the query's column times the scale.
-            Float16 needs a larger factor, so that hidden keys have large logits. Its range is nevertheless too small
-            both for the small terms of a bias and for hiding a key with any logit.
+        hidden: ``max(abs(p), abs(p * scale))``, where ``p`` is the product of a query's columns and the columns of a
+            hidden key. Kernels add ``p * scale`` to the logit of the hidden key. ``p`` is finite, because ``-inf``
+            times the zeros in the columns of other heads would be NaN. ``None`` for float16: all ``_TERMS`` terms of a
+            hidden key then have the magnitude ``largest``.
+        exponent: Kernels multiply a term by the query's column and by the scale. The column is chosen such that the
+            magnitude of ``column * scale`` is about ``2**exponent``. Float16 needs a larger factor than other types,
+            because its terms are limited to a smaller range. Even so, small terms underflow to 0, and a hidden key gets
+            a nonzero weight if its logit without the bias is very large.
     """
 
     exponent_bits: int
@@ -222,7 +227,7 @@ class KeyBiasColumns:
         return jnp.abs(self.hidden * self.bias)
 
     def added(self, operands: Operands) -> Operands:
-        """Return the operands with columns. Their heads are not yet padded to a head dimension of the kernels."""
+        """Return operands whose query and key have columns. The caller pads the head dimension for the kernels."""
         inputs, query = operands.inputs, operands.inputs.query
         assert inputs.key_bias is not None
         if self.query_factor is not None:
@@ -240,7 +245,7 @@ class KeyBiasColumns:
         return operands._replace(inputs=inputs)
 
     def result(self, found: Saved) -> Saved:
-        """Convert results of the kernels: if all keys of a query are hidden, set output 0 and logsumexp ``-inf``."""
+        """Set the output to 0 and the logsumexp to ``-inf`` for queries without sinks whose keys are all hidden."""
         is_unseen = found.logsumexp < -_UNSEEN * over_tokens(self.hidden_logit, found.out)[..., 0]
         out, logsumexp, remainder = found
         out, logsumexp = jnp.where(is_unseen[..., None], 0, out), jnp.where(is_unseen, -jnp.inf, logsumexp)
@@ -261,9 +266,9 @@ class KeyBiasColumns:
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
         """Convert gradients of the kernels to gradients of the call's inputs.
 
-        The gradient of an array ``scale`` is computed here. The kernels' gradient of the scale includes the columns,
-        although biases do not depend on the scale. The gradients of query and key may still have columns, which the
-        caller removes.
+        The kernels' gradient of an array ``scale`` includes the contribution of the columns. It is replaced by a
+        gradient without this contribution, because biases do not depend on the scale. The gradients of query and key
+        may still have columns, which the caller removes.
         """
         inputs, width = operands.inputs, self.problem.head_dim
         assert inputs.key_bias is not None
@@ -272,7 +277,7 @@ class KeyBiasColumns:
         found = found._replace(key_bias=bias_gradient)
         if self.query_factor is None:
             return found
-        # Clear the query's padding. Its gradient is zero, but zero times infinity or NaN is NaN.
+        # Set the query's padding to zero: it may hold infinity or NaN, whose products with a gradient of zero are NaN.
         query = without_padding(operands.layouts, inputs).query
         scaled_gradient = found.query[..., : query.shape[-1]].astype(self.scale.dtype)
         if found.scale is not None:
