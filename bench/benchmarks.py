@@ -16,9 +16,9 @@ Shape = tuple[int, ...]
 class Benchmark:
     """A problem whose query, key and value have the same layout.
 
-    If ``kernel_size`` is ``None``, every query attends to the whole layout, except that ``is_causal`` still hides later
-    keys. Keys and values have ``heads`` heads unless ``heads_kv`` is given. ``is_causal`` applies to every dimension.
-    ``causal`` sets each dimension separately and overrides ``is_causal``.
+    If ``kernel_size`` is ``None``, every query attends to all keys of the layout; with ``is_causal``, to all keys that
+    are not later. Keys and values have ``heads`` heads unless ``heads_kv`` is given. ``is_causal`` applies to every
+    dimension. ``causal`` sets each dimension separately and overrides ``is_causal``.
     """
 
     layout: Shape
@@ -124,7 +124,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "1d-s2048": _sequence(2048),
     "2d": _image(80),
     "2d-s16": _image(80, stride=(16, 16)),
-    # Two pairs of problems: one problem of a pair is dilated, the other is not, and both have equal work.
+    # Two pairs of problems. In each pair, only the second problem is dilated, and both problems have equal work.
     "2d-w40": _image(40),
     "2d-w40-d2": _image(40, dilation=(2, 2)),
     "2d-w16": _image(16),
@@ -142,7 +142,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         f"causal-{tokens}": Benchmark((tokens,), 32, 128, is_causal=True, batch=4, dtype="float16")
         for tokens in (1024, 2048, 4096, 8192, 16384)
     },
-    # Causal sequences with as many heads as one device has if heads are sharded.
+    # Causal sequences with few heads, like the share of one device if several devices split the heads.
     **{
         f"causal-{tokens}-h{heads}": Benchmark((tokens,), heads, 128, is_causal=True)
         for tokens, heads in ((8192, 16), (16384, 4), (32768, 8))

@@ -73,7 +73,7 @@ def without_mask(benchmark: Benchmark) -> Benchmark:
 
 
 def compiled(group: str, benchmark: Benchmark, pass_: Pass, library: str) -> dict[str, Runner | str]:
-    """Compile a pass with each library; return an error message instead of a pass that fails."""
+    """Compile a pass with each library; if a library fails, return its error message instead of the compiled pass."""
     peer = PEERS.get((group, library), library)
     whole = benchmark if group == "sliding" else without_mask(benchmark)
     return prepare(benchmark, [OURS], pass_, None) | prepare(whole, [peer], pass_, None)
@@ -83,7 +83,7 @@ def measure(group: str, benchmark: Benchmark, pass_: Pass, turns: int, library: 
     """Time a pass with both libraries.
 
     Returns:
-        Times, error messages, natten_jax's speed-up, and the share of all query-key pairs that are visible.
+        Times, error messages, natten_jax's speed-up, and the fraction of all query-key pairs that are not masked out.
     """
     sides = compiled(group, benchmark, pass_, library)
     runners = {name: side for name, side in sides.items() if isinstance(side, Runner)}

@@ -29,7 +29,8 @@ from small import Row, figures_of, shown
 from natten_jax.performance import PASSES, Pass
 from natten_jax.problem import problem_of
 
-#: Problems with small windows, and problems whose heads or windows are too large for kernels that add a relative bias.
+#: Problems with small windows, and problems whose ``head_dim`` or window is too large for kernels that support a
+#: relative bias.
 ROWS = (
     *SMALL,
     Row("wide heads", 8, (64, 64), 4, 128, 7),

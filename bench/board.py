@@ -39,7 +39,8 @@ RESULTS = Path(__file__).parent / "results"
 FOLDER = Path("build") / "board"
 #: Seconds of pause before each turn on a GPU, so that the clock rate recovers.
 PAUSE = 0.2
-#: Largest allowed difference from natten_jax's result, relative to the largest entry of that result, by element type.
+#: Largest allowed difference from natten_jax's result, relative to the largest entry of natten_jax's result, by element
+#: type.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
@@ -49,7 +50,7 @@ def prepare(
     """Prepare a pass with each implementation for timing.
 
     Returns:
-        Implementations that are ready, and error messages of the others; both by name.
+        Prepared passes, and error messages of the implementations that failed; both by the implementation's name.
     """
     cotangent, *arrays = draw(benchmark)
     sides: dict[str, Side] = {}

@@ -7,8 +7,8 @@ command runs on any machine:
     python bench/run.py calibrate fit bench/results/h200/calibration/hopper.json \
         --out natten_jax/cost_model/calibrations/hopper-9.0.json
 
-With ``--dtype``, both commands handle the kernels for element types other than 16-bit. The fit then does not change the
-coefficients that all kernels share.
+For kernels whose element type is not 16-bit, add ``--dtype`` to both commands. The fit then changes only the
+coefficients of these kernels, not the coefficients that all kernels share.
 
 The measurements for the packaged models are in ``bench/results/h200/calibration`` and, for 8-bit arrays, in
 ``bench/results/h100/calibration``.
@@ -52,17 +52,20 @@ SETS = {
     "small": SMALL,
     "small, held back": SMALL_HELD_BACK,
 }
-#: Sets for the small-window kernels. Their times are not fitted here; only the prediction errors are shown.
+#: Sets of problems for the small-window kernels. The fit does not use the times of these problems; only the prediction
+#: errors are shown.
 FORM_SETS = "small", "small, held back"
 
-#: Ranks, under the current model, of tile pairs that are also measured. The recommended pair has rank 0.
+#: Ranks of the tile pairs that are measured in addition to the recommended pair. The pairs are ranked by the current
+#: model, and the recommended pair has rank 0.
 OTHER_RANKS = (1, 4, 12, 40, 150)
 
-#: Element type of the measurements for kernels of 16-bit elements.
+#: Default element type: the type with which kernels for 16-bit elements are measured.
 _OWN = "bf16"
 
 #: Lower and upper bounds of coefficients. "slowdown" is the largest relative slowdown at the power limit. "onset" is
-#: the number of seconds of work after which half of it applies. "power" is a kernel's factor of the slowdown.
+#: the duration of a pass, in seconds, at which half of "slowdown" applies. "power" is a factor per kernel, by which
+#: "slowdown" is multiplied.
 _BOUNDS = {"slowdown": (0.05, 0.4), "onset": (1e-4, 3e-2), "power": (0.02, 1.0)}
 
 #: Weight of the change of a coefficient's logarithm. In comparison, the error of most measurements has weight 1 or 2.
@@ -71,7 +74,7 @@ _INERTIA = 3e-3
 #: Weight of the deviation of a tile pair's error from the mean error of all tile pairs of the same problem.
 _RANKING = 2.0
 
-#: Kernels that take fewer seconds run at the full clock rate.
+#: Kernels that take fewer seconds than this are assumed to run at the full clock rate.
 _BRIEF = 2e-3
 
 
@@ -106,7 +109,7 @@ def measure(
             if is_held_back(name):
                 chosen_pairs = list(offered.pairs[:1])
             else:
-                # The model has no kernels for small windows, so the best tiles of the model's kernels are not added.
+                # The model's kernels do not include small-window kernels, so no tiles are added per kernel.
                 chosen_pairs = chosen(offered, other_ranks, None if name in FORM_SETS else model)
             pairs = [[(1,) * (options.problem.rank - len(tile)) + tile for tile in pair] for pair in chosen_pairs]
             workloads: list[Workload] = []
@@ -114,7 +117,8 @@ def measure(
                 arguments = workloads[0].arguments if workloads else None
                 with_tiles = search.with_tiles(options, (q_tile, kv_tile), pass_)
                 workloads.append(compile_workload(with_tiles, f"measured_{next(programs)}", arguments))
-            # First time only the recommended tiles, as the profiler does; then time all pairs alternately.
+            # First, the recommended tiles are timed without alternation, as in the profiler. Then all pairs are timed
+            # alternately.
             times = pass_times(workloads[:1], pass_, warmup_steps, iterations)
             measured = pairs[:1]
             if len(workloads) > 1:
@@ -179,7 +183,7 @@ def pass_seconds(events: list[Event], program: Program, pass_: Pass) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A measured time, and the model's inputs for its prediction; ``kernel`` is ``None`` for small-window kernels."""
+    """A measured time, and the inputs from which the model predicts it; ``kernel`` is ``None`` for small windows."""
 
     record: dict[str, Any]
     kernel: Kernel | None
@@ -189,7 +193,7 @@ class Sample:
 
 
 def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
-    """Build a sample from each record, except for records whose tiles fit no kernel of the model."""
+    """Build a sample from each record; skip records with tiles that no kernel of the model supports."""
     found = []
     for record in records:
         pass_ = record["pass"]
@@ -251,9 +255,10 @@ def fit(every: list[Sample], model: Calibration, dtypes: Sequence[str]) -> Calib
 
     def residuals(parameters: Any) -> Any:
         errors = np.log(predicted(used, unpack(parameters))) - measured
-        # The model ranks the tiles of one problem, and these were measured alternately. Therefore errors of relative
-        # times have a larger weight than errors of absolute times. The last term keeps a coefficient unchanged if no
-        # measurement depends on it.
+        # The model must rank the tile pairs of one problem, and these pairs were measured alternately. Therefore a
+        # pair's error relative to the mean error of the problem's pairs has a larger weight than the pair's own
+        # error. The residuals with the factor ``_INERTIA`` keep a coefficient unchanged if no measurement depends on
+        # the coefficient.
         differences = [errors[rows] - np.mean(errors[rows]) for rows in together]
         return np.concatenate(
             [weights * errors, *(_RANKING * each for each in differences), _INERTIA * (parameters - start)]
@@ -273,8 +278,8 @@ def weight(record: dict[str, Any]) -> float:
     """Return the weight of one measurement in the fit."""
     if record["is_recommended"]:
         return 2.0
-    # The few launches of alternating tiles end before long kernels heat up the device. For long kernels, only relative
-    # times are meaningful.
+    # Tiles that alternate have only a few launches, which end before long kernels heat up the device. The times of long
+    # kernels are therefore shorter than under sustained load, and the fit uses only the ratios of these times.
     return 1.0 if record["seconds"] < _BRIEF else 0.0
 
 
@@ -289,7 +294,10 @@ def costs_of(kernel: Kernel) -> tuple[str, ...]:
 
 
 def predicted(every: list[Sample], model: Calibration) -> list[float]:
-    """Return the seconds that the model predicts for each sample; its kernels are found by size and element types."""
+    """Return the predicted seconds of each sample.
+
+    A prediction uses the kernel of ``model`` that has the same size and element types as the sample's kernel.
+    """
     seconds = []
     for sample in every:
         if sample.kernel is None:
@@ -307,7 +315,8 @@ def predicted(every: list[Sample], model: Calibration) -> list[float]:
 def print_errors(every: list[Sample], model: Calibration) -> None:
     """Print the predicted and the measured time of each sample, and the errors per set.
 
-    For each problem with several tile pairs, also compare the model's choice with the fastest pair, by measured times.
+    For each problem with several tile pairs, also print a ratio of measured times if it exceeds 1: the time of the pair
+    that the model predicts to be the fastest, divided by the shortest time.
     """
     ratios: dict[str, list[float]] = {}
     groups: dict[Any, list[tuple[float, float]]] = collections.defaultdict(list)

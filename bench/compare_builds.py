@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 PASSES = ("forward", "backward")
 SIDES = ("plain", "relative_bias", "key_bias", "sinks")
-PAUSE = 0.05  # seconds before each turn
+PAUSE = 0.05  # seconds of pause before each turn
 
 
 class Problem(NamedTuple):
@@ -124,7 +124,7 @@ class Build:
         print(json.dumps(request), file=self._process.stdin, flush=True)
 
     def answer(self) -> Any:
-        """Wait for the answer to the last request."""
+        """Wait for the answer to the most recent request, and return the answer."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

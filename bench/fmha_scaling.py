@@ -2,8 +2,9 @@
 
 The program times a ladder: a list of kernels, called steps. Each step adds an optimisation to the previous step. Every
 step is checked against float64 attention before it is timed. A failed step is reported and skipped; if the baseline
-fails, no speed-ups are computed. Times are device times: the median of ``--iterations`` launches after 10 untimed ones.
-The steps alternate, and a speed-up is the median over turns of the ratio of times.
+fails, no speed-ups are computed. A step's time is the median device time of ``--iterations`` launches, after 10 untimed
+launches. The steps alternate. A step's speed-up is the median over turns of the ratio of the baseline's time to the
+step's time.
 
 On an NVIDIA GPU, the first kernel of the ladder is a basic tensor-core kernel and the last is the production kernel.
 cuDNN and JAX's Pallas kernel are also timed, for comparison. Steps 1 to 3 have tiles for the generation of the GPU.

@@ -3,6 +3,7 @@
 All programs of a problem alternate in one process. Each time is the device time of all kernels that a program launches.
 The programs are:
 
+- "bfloat16" runs the kernel for 16-bit arrays.
 - "e4m3" runs the 8-bit kernel on arrays that were quantised in advance, with a scale factor per head.
 - "unordered" is "e4m3" with ``kernel_schedule="coop"``.
 - "switch" passes bfloat16 arrays with ``fp8="e4m3"``, so each call quantises its arrays.

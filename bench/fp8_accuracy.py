@@ -1,13 +1,15 @@
 """Measure the errors of 8-bit and of bfloat16 attention against float64 attention.
 
 Errors are measured for several distributions of the arrays and several numbers of keys per query. The errors of the
-output are the relative root mean square error and the cosine similarity. The error of the logsumexp, if available, is
-the largest difference. The float64 reference uses the arrays before any rounding.
+output are the relative root mean square error and the cosine similarity. If a method returns the logsumexp, the error
+of the logsumexp is the largest absolute difference. The float64 reference uses the arrays before any rounding.
 
-CPU backends compute with the exact values of the 8-bit numbers and do not round weights. The last method emulates 8-bit
-tensor cores in NumPy. It divides the weights of a query by the largest of them, multiplies them by 448 and rounds them
-to e4m3. With ``--kernels``, a GPU runs other methods instead: the Hopper kernels, and cuDNN's kernel with one scale
-factor per array.
+Without ``--kernels``, run the program on a CPU. CPU backends compute with the exact values of the 8-bit numbers and do
+not round weights. The method with "weights in e4m3" in its name emulates 8-bit tensor cores in NumPy. It divides the
+weights of a query by the largest of these weights, multiplies them by 448 and rounds them to e4m3.
+
+With ``--kernels``, a GPU runs other methods instead: the Hopper kernels, and cuDNN's kernel with one scale factor per
+array.
 
 Example:
     python bench/run.py fp8_accuracy --json bench/results/cpu/fp8_accuracy.json
@@ -129,8 +131,8 @@ def _attend_quantised(*arrays: jax.Array, scale: Any, backend: str | None) -> tu
 def _by_cudnn(arrays: Arrays) -> Found:
     """Run cuDNN with one scale factor per array.
 
-    The factor of the weights suits weights up to 1. The factor of the output scales the largest entry of the exact
-    output to 448.
+    The weights are at most 1 and are multiplied by 256. The output is multiplied by the factor that scales the largest
+    entry of the exact output to 448.
     """
     factor = 448 / np.abs(_exact(*arrays).out).max()
     return Found(np.asarray(_attend_by_cudnn(*map(_wide, arrays), factor), np.float64) / factor)

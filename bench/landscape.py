@@ -1,8 +1,9 @@
 """Time passes over a grid of layouts and head counts, and find points that are slower than their neighbours.
 
 All points of a grid have the same number of dimensions, window and head width, so that the work per token and head is
-constant. Outliers are compared with the time model's prediction for the same points. If the model also predicts an
-outlier, the cause of the outlier is the number of waves of tiles. Other outliers need investigation.
+constant. A point is an outlier if its time per token and head is too large compared with the mean of its neighbours.
+The time model also predicts the times of all points. If a point is an outlier of both the measured and the predicted
+times, the cause is the number of waves of tiles. Other outliers need investigation.
 
 Example:
     python bench/run.py landscape --json bench/results/h100/landscape.json
@@ -40,7 +41,7 @@ LAYOUTS: Mapping[int, Sequence[tuple[int, ...]]] = {
         (48, 64, 64), (64, 64, 64)],
 }  # fmt: skip
 HEADS = tuple(range(1, 9))
-#: Largest accepted ratio of a point to the mean of its neighbours.
+#: A point is an outlier if the ratio of its time to the mean time of its neighbours exceeds this bound.
 MOST_EXCESS = 1.12
 #: Number of programs compiled in parallel. The arrays of a program stay on the device until the program is timed.
 AT_ONCE = 8

@@ -1,13 +1,17 @@
 """Time wrapping windows and padded batches against their alternatives, on an NVIDIA GPU.
 
-Wrapping windows have two alternatives: shifted windows, which have the same number of query-key pairs, and arrays that
-are padded by half a window on each side, with a cropped output. In padded batches, half of the tokens are padding,
-which ``extents`` excludes. The alternative is the same batch without ``extents``.
+Wrapping windows are compared with two alternatives:
+
+- "plain" shifts the windows at the edges of the layout. The number of query-key pairs is the same.
+- "padded by hand" pads the arrays by half a window on each side and crops the output.
+
+In padded batches, half of the tokens are padding. The variant "extents" excludes the padding, and "plain" treats it as
+tokens.
 
 The variants of a problem alternate in one process. The L2 cache is overwritten before each launch. Each time is the
 device time of all kernels that a variant launches, from profiler traces. The kernels that clear padding overlap with
-other kernels, but their full time is counted. Padded batches are therefore also timed by the host's clock, as the time
-per call in a sequence of calls.
+other kernels, but their full time is counted. Padded batches are therefore also timed by the host's clock: a sequence
+of calls is timed as a whole, and its time is divided by the number of calls.
 
 Example:
     python bench/run.py layouts --json bench/results/h200/layouts.json
@@ -153,7 +157,7 @@ _CALLS = 16
 def elapsed(
     sides: Mapping[str, Attend], pass_: Pass, cotangent: jax.Array, inputs: list[jax.Array], turns: int
 ) -> dict[str, float]:
-    """Return the median microseconds per call of each variant by the host's clock, in sequences of dependent calls."""
+    """Time sequences of dependent calls by the host's clock; return each variant's median microseconds per call."""
 
     def forward(attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         for _ in range(_CALLS):

@@ -17,7 +17,7 @@ Span = tuple[float, float]
 
 @contextlib.contextmanager
 def halos_first() -> Iterator[None]:
-    """Compile programs inside this context so that all halos arrive before any computation."""
+    """Enter a context in which programs are compiled without overlap: all halos arrive before any computation."""
     decide = halos.gains
     halos.gains = lambda *_: False
     halos.overlap_that_pays.cache_clear()

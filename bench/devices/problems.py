@@ -98,8 +98,8 @@ def curves(scaling: Scaling, is_small: bool) -> Iterator[Curve]:
         scaling: Kind of scaling.
         is_small: Use problems with few tokens, in float32.
     """
-    # Token splits are those of several_devices.py. The head split is different: it splits the heads of one video, while
-    # the number of heads in several_devices.py grows with the number of devices.
+    # The splits of tokens are the same as in several_devices.py. The split of heads is different: here, the problem on
+    # one device has all heads of the video. In several_devices.py, it has half of them.
     found = {name: split for name, split in splits(1).items() if name != "batch"}
     found["heads"] = Split(BENCHMARKS["3d-s16x8x8"], _HEADS)
     for name in found if scaling == "strong" else _WEAK:

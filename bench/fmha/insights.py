@@ -1,4 +1,7 @@
-"""Conclusions from the figures of ``fmha_scaling.py``: speed-up of each step by length, and what to optimise first."""
+"""Conclusions from the figures of ``fmha_scaling.py``: speed-ups of optimisations, and what to optimise first.
+
+The figures belong to the steps of a ladder. :mod:`fmha.ladder` defines ladders and steps.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _WORTHWHILE = 1.02
 
 
 def gains(ladder: Ladder, result: LengthResult) -> dict[str, float]:
-    """Return the speed-up of each step over the previous step of the ladder, by name."""
+    """Return the speed-up of each step over the previous step of the ladder, by the step's name."""
     found = {}
     for lower, upper in zip(ladder.rungs, ladder.rungs[1:], strict=False):
         before, after = result.find(lower.label), result.find(upper.label)

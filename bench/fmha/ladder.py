@@ -72,7 +72,7 @@ class Ladder:
 
     @property
     def rungs(self) -> tuple[Step, ...]:
-        """Numbered steps, except a baseline of another library; each step improves on the previous one."""
+        """Numbered steps without the baseline if it is another library; each step improves on the previous one."""
         return tuple(step for step in self.steps[not self.starts_at_baseline :] if step.label.isdigit())
 
 
@@ -185,10 +185,11 @@ def lacks_kernels(device: Device) -> bool:
 
 
 def tiles_of(benchmark: Benchmark, device: Device) -> dict[str, Any]:
-    """Return platform and tiles for reports: tiles of the ladder on an NVIDIA GPU, otherwise of the production kernel.
+    """Return the platform, the tiles and the production kernel's configuration, for reports.
 
-    ``num_ctas`` and ``occupancy`` are ``None`` on devices other than NVIDIA GPUs. The production kernel's ``occupancy``
-    is ``None`` if the simulator does not model the kernel.
+    ``tile_m`` and ``tile_n`` are the tiles of steps 1 to 3 on NVIDIA GPUs, and the production kernel's tiles on other
+    devices. ``num_ctas`` and ``occupancy`` are ``None`` on devices other than NVIDIA GPUs. The production kernel's
+    ``occupancy`` is ``None`` if the simulator does not model the kernel.
     """
     plan = resolve(Request(benchmark.problem), device, "forward")
     pair = plan.tiles

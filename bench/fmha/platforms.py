@@ -1,4 +1,4 @@
-"""Tables of tiles and thread blocks of each GPU generation, and of recorded measurements."""
+"""Tables for reports: tiles and thread blocks of each GPU generation, and the best measured rates of each device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def target_table() -> list[str]:
 
 
 def work_table(configuration: Mapping[str, Any]) -> list[str]:
-    """Format a table of thread blocks and key tiles per target, for the first and the last sequence length of a run."""
+    """Format a table with the number of thread blocks and the number of key tiles for each target.
+
+    The numbers are given for the first and the last sequence length of a run.
+    """
     lengths = sorted({configuration["seq_lens"][0], configuration["seq_lens"][-1]})
     heads = configuration["batch"] * configuration["heads"]
     rows = [

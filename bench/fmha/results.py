@@ -1,7 +1,8 @@
 """Figures of ``fmha_scaling.py``, and a function that reads the figures of earlier runs.
 
-Operations are counted in two ways. *Exact* counts only the query-key pairs that the mask keeps: N * (N + 1) / 2 for
-causal attention over N tokens. *Nominal* is the count that most benchmarks use: half of N * N.
+Operations are counted in two ways. The *exact* count includes only the query-key pairs that the mask keeps. The
+*nominal* count includes all pairs, or half of all pairs for causal attention, as in most benchmarks. For causal
+attention over N tokens, the exact count includes N * (N + 1) / 2 pairs, and the nominal count includes N * N / 2 pairs.
 """
 
 from __future__ import annotations

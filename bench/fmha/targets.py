@@ -46,10 +46,11 @@ TARGETS = (
 
 
 def target_of(compute_capability: ComputeCapability) -> TargetConfig:
-    """Return the target whose tiles the benchmark kernels use: the GPU's generation, or the latest earlier generation.
+    """Return the target whose tiles the benchmark kernels use on a GPU of this compute capability.
 
-    Tiles of 256 queries are excluded: their accumulators exceed the registers of the warps that issue the matrix
-    instructions of the benchmark kernels.
+    If no target has the GPU's generation, this is the target of the latest earlier generation. Targets with tiles of
+    256 queries are excluded, because the accumulators of these tiles exceed the registers of the benchmark kernels'
+    warps.
 
     Raises:
         ValueError: The GPU is older than all targets.

@@ -1,8 +1,9 @@
 """Emulate a relative bias by additional head dimensions (features), without kernel support for biases.
 
 The keys of a window have distinct positions modulo the window's extent. The features of a key are a one-hot encoding of
-its position modulo this extent. The features of a query are its biases for the keys at each position, divided by the
-scale. The scaled dot product of these features is the bias. The number of features is the number of keys in a window.
+its position modulo this extent. A query has one feature per position: its bias for the key at this position,
+divided by the scale. The scaled dot product of the features of a query and of a key is the bias of this pair. The
+number of features is the number of keys in a window.
 """
 
 from __future__ import annotations

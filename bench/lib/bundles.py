@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 #: Number of bundles of a branch and its delay slots. They are executed even if the branch is taken.
 BRANCH = 5
-#: Ranges of a kernel with fewer bundles and no matrix multiplication get the execution count of the surrounding code.
+#: Minimum number of bundles for a separate execution count. Shorter spans without matrix multiplications get the
+#: execution count of the surrounding code.
 SMALL = 24
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*([> ]*)\{(\})?")
 _JUMP = re.compile(r"sbr\.rel \((!?%\w+)\) target = \$region(\d+)")
@@ -26,7 +27,7 @@ _CALL = re.compile(r"inlined_call [^/]*/\* %(\S+) = ")
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A range of bundles: a loop, or a skippable range, which a branch can skip.
+    """A range of consecutive bundles: a loop, or bundles that a branch can skip (a skippable range).
 
     Attributes:
         first: Index of the first bundle.
@@ -143,7 +144,12 @@ def _trips(text: str, counter: str, bound: str) -> int | None:
 
 
 def utilization(text: str) -> tuple[list[str], list[int], list[list[int]]]:
-    """Return the names of the core's units, the slots of each unit per bundle, and the slots that each bundle uses."""
+    """Parse a dump of the slots that bundles use.
+
+    Returns:
+        Names of the core's units, the number of slots per bundle for each unit, and a row for each bundle with the
+        number of slots of each unit that the bundle uses.
+    """
     head, _, body = text.partition("== UTILIZATION:")
     names, capacities = head.strip().splitlines()[1:3]
     used = [[int(number) for number in line.split()] for line in body.splitlines() if line.strip()]
@@ -164,7 +170,7 @@ class Executions:
         active: Number of grid steps with matrix multiplications.
         tiles: Number of outer tiles. The first grid step of a tile also runs initialization code. Its last grid step
             also writes results.
-        bodies: Executions of each innermost span with matrix multiplications, in the order of the spans.
+        bodies: Execution count of each innermost span with matrix multiplications, in the order of ``Program.spans``.
     """
 
     steps: int
@@ -177,7 +183,8 @@ def kernel_weights(program: Program, executions: Executions) -> list[float]:
     """Return the execution count of each bundle of a Pallas kernel.
 
     Raises:
-        ValueError: The kernel has no loop over its grid, or its spans that multiply do not match ``executions``.
+        ValueError: The kernel has no loop over its grid, or it has several innermost spans with matrix multiplications
+            and their number is not the length of ``executions.bodies``.
     """
     multiplying = [span for span in program.spans if program.multiplies(span)]
     innermost = [span for span in multiplying if not any(span.holds(other) for other in multiplying)]
@@ -223,8 +230,8 @@ def fusion_weights(program: Program) -> list[float]:
         around = [loop for loop in program.spans if loop.is_loop and loop.holds(span)]
         if around:
             loop = around[-1]
-            # A range of more than half of the loop's bundles is skipped in two trips. The first trip only starts
-            # copies, and the last trip only waits for copies.
+            # A range with more than half of the loop's bundles is assumed to be the loop's computation. The first trip
+            # of the loop only starts copies and the final trip only waits for copies, so these trips skip the range.
             if (loop.trips or 0) > 2 and 2 * (span.end - span.first) > loop.end - loop.first:
                 return 1 - 2 / (loop.trips or 1)
         return 1

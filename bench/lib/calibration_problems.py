@@ -5,7 +5,7 @@ Each problem is given as arguments of the profiler. The held-back problems were 
 
 from __future__ import annotations
 
-#: Problems of the fit that are examples in the documentation.
+#: Problems that the fit uses and that are also examples in the documentation.
 EXAMPLES = (
     "-i 32768 -d 128 -w 2048",
     "-i 32768 -d 128 -w 2048 -s 256",
@@ -16,7 +16,7 @@ EXAMPLES = (
     "-i 30 48 80 -n 24 -d 128 -w 18 24 24 -s 16 8 8",
 )
 
-#: Further problems of the fit: other head dimensions, lengths, ranks and masks.
+#: Further problems that the fit uses, with other head dimensions, lengths, ranks and masks.
 FITTED = (
     "-i 4096 -n 8 -d 128",
     "-i 16384 -n 16 -d 128",

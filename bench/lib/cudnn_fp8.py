@@ -23,15 +23,15 @@ def attention(
     weight_scale: float = 1.0,
     out_scale: Any = 1.0,
 ) -> jax.Array:
-    """Compute attention with an 8-bit output, which is scaled by ``out_scale``.
+    """Compute attention, multiply the output by ``out_scale``, and round it to 8 bits.
 
     Args:
         query: ``[batch, tokens, heads, head_dim]``.
         key: ``[batch, tokens, heads, head_dim]``.
         value: ``[batch, tokens, heads, head_dim]``.
         descale: Scale factors that dequantise query, key and value.
-        weight_scale: Scale factor of the weights before rounding.
-        out_scale: Scale factor of the output.
+        weight_scale: Factor by which the weights are multiplied before they are rounded to 8 bits.
+        out_scale: Factor by which the output is multiplied before it is rounded to 8 bits.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

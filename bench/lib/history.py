@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-#: Keys of times in a record, with the unit of each in milliseconds.
+#: Keys of times in a record. The value of each entry is the unit of these times in milliseconds.
 _UNITS = {"median_ms": 1.0, "latency_ms": 1.0, "us": 1e-3}
 #: Keys that identify an entry of a list.
 _NAMES = ("problem", "row", "seq_len", "pass", "implementation", "name")
@@ -116,7 +116,7 @@ def _figures(node: Any, way: tuple[str, ...]) -> Iterator[Figure]:
 
 
 def _pass_figures(problems: Mapping[str, Any]) -> Iterator[Figure]:
-    """Yield the figures of a record whose problems have a table of times for each pass."""
+    """Yield the figures of a record that contains a table of times, by implementation, for each problem and pass."""
     for name, problem in problems.items():
         for pass_, times in problem.items():
             if isinstance(times, Mapping):

@@ -14,8 +14,8 @@ from natten_jax.profiler import baselines
 
 Function = Callable[..., Any]
 
-#: Numbers of query tokens and of key/value tokens per block of the Mosaic kernel. Each key is the largest head_dim for
-#: which the blocks fit into shared memory.
+#: Block sizes of the Mosaic kernel: the number of query tokens, and the number of key/value tokens. The key of an entry
+#: is the largest head_dim for which these blocks fit into shared memory.
 _MOSAIC_BLOCKS = {128: (64, 128), 256: (64, 64)}
 _MOSAIC_STEPS = 2
 
@@ -103,7 +103,8 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Benchmark], Function]] = {
 }
 
 
-#: Element types of the implementations that support a single one. The Mosaic kernel always has float16 buffers.
+#: Element type of each implementation that supports only one element type. The Mosaic kernel always has float16
+#: buffers.
 ELEMENT_TYPES: Mapping[str, str] = {"mosaic-float16": "float16"}
 
 

@@ -21,7 +21,7 @@ Tensor = Any
 
 
 def natten(benchmark: Benchmark, cotangent: jax.Array, arrays: Sequence[jax.Array], pass_: Pass, platform: str) -> Side:
-    """Prepare NATTEN's operator for timing. The times include the permutations of arrays that the operator runs."""
+    """Prepare NATTEN's operator for timing. The operator permutes its arrays, and the times include that."""
     library: Any = importlib.import_module("natten")
     problem = benchmark.problem
     operator = library.attention if benchmark.kernel_size is None else getattr(library, f"na{problem.rank}d")

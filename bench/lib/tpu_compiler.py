@@ -47,7 +47,8 @@ class Compiled:
         hlo: Text of the optimised HLO program.
         facts: Values that the compiling process returned.
         bundles: Dumps of the final bundles of each HLO instruction, by the instruction's name.
-        utilization: Dumps of the number of slots of each unit that these bundles use, by the instruction's name.
+        utilization: Dumps that count the slots of each unit of the core that these bundles use, by the instruction's
+            name.
     """
 
     hlo: str
@@ -62,7 +63,7 @@ def compiled(chip: str, module: Path, request: Mapping[str, Any]) -> Compiled:
     Args:
         chip: A key of :data:`CHIPS`.
         module: File of the program that runs in the subprocess and calls :func:`serve`.
-        request: Arguments of that program. The chip and the folder of the results are added.
+        request: Arguments of that program. This function adds the chip and the folder for the results to them.
 
     Raises:
         ValueError: Compilation failed; the message includes the compiler's message.
@@ -116,7 +117,7 @@ def serve(request: Mapping[str, Any], function: Callable[..., Any], arguments: A
 
 @contextmanager
 def _as_on(kind: str) -> Iterator[None]:
-    """Lower functions in this context for a device of this kind, because some lowerings query the device kind."""
+    """Enter a context in which JAX lowers functions for this device kind. Some lowerings query the device kind."""
     import jax
 
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
