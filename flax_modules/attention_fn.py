@@ -149,7 +149,7 @@ def _attend_dropping(
             raise ValueError(f"attn_drop was given with {name}: attention with dropout does not support {name}")
     warn_of_line(
         "attn_drop: attention weights are formed as an array, which is slower than the operators and takes "
-        "prod(kernel_size) numbers for each query and head; where dropout is off, the operators run",
+        "prod(kernel_size) numbers for each query and head; without dropout, the operators run",
         AttentionDropoutWarning,
     )
     window: dict[str, Any] = {name: others[name] for name in WindowArguments._fields}
@@ -303,7 +303,7 @@ def bias_shape(relative_bias: bool, num_heads: int, window: WindowArguments) -> 
     sizes = cast(tuple[int, ...], window.kernel_size)  # checked before
     if min(sizes) < 1:
         raise ValueError(
-            f"relative_bias=True with kernel_size {sizes}: a bias for each offset takes windows of known extents"
+            f"relative_bias=True with kernel_size {sizes}: a bias per offset requires a window extent in tokens"
         )
     return num_heads, *(2 * size - 1 for size in sizes)
 
@@ -352,7 +352,7 @@ def head_sizes(
     name, features = ("in_features", in_features) if qkv_features is None else ("qkv_features", qkv_features)
     check_positive(**{name: features})
     if features % num_heads:
-        raise ValueError(f"{name} {features} is not a multiple of num_heads {num_heads}: heads are of one size")
+        raise ValueError(f"{name} {features} is not a multiple of num_heads {num_heads}: all heads have the same size")
     return num_heads, num_kv_heads, features // num_heads
 
 
@@ -568,6 +568,6 @@ _REASONS = {
     "bias": "neighborhood attention does not add a bias to the logits",
     "mask": "use natten_jax's modules to mask padding, and the operators for decode=True, which also passes a mask",
     "module": "attention weights are never formed, so they cannot be sown",
-    "input_positions": "rotate query and key in a function around this one",
+    "input_positions": "rotate query and key in a function that wraps this one",
 }
 _NO_EINSUM = "the products are computed inside the operator"

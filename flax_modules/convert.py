@@ -165,9 +165,7 @@ def _split(state_dict: Mapping[str, Any], num_heads: int, prefix: str) -> _Weigh
     if inner is None:
         inner, source, weights = prefix, f"{prefix}qkv.weight", _joint(state_dict, prefix)
     elif f"{prefix}qkv.weight" in state_dict:
-        raise ValueError(
-            f"state_dict has {prefix}qkv.weight and {inner}query.weight: which of them to load is not known"
-        )
+        raise ValueError(f"state_dict has {prefix}qkv.weight and {inner}query.weight: it is ambiguous which to load")
     else:
         source = f"{inner}query.weight"
         weights = [_pair(state_dict, inner, name) for name in ("query", "key", "value")]

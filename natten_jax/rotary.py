@@ -110,7 +110,7 @@ def apply_rotary(tokens: ArrayLike, angles: ArrayLike, *, interleaved: bool = Tr
             "[..., *layout, heads, head_dim] is expected"
         )
     if turned > tokens.shape[-1]:
-        raise ValueError(f"angles turn {turned} features (shape {angles.shape}), but tokens have {tokens.shape[-1]}")
+        raise ValueError(f"angles rotate {turned} features (shape {angles.shape}), but tokens have {tokens.shape[-1]}")
     wide = "float64" if tokens.dtype == "float64" else "float32"
     halves = (turned // 2, 2) if interleaved else (2, turned // 2)
     pairs = tokens[..., :turned].astype(wide).reshape(*tokens.shape[:-1], *halves)
@@ -127,7 +127,9 @@ def _shares(features: Sequence[int] | None, head_dim: int, rank: int) -> tuple[i
     """Check ``features``, or compute equal shares if it is ``None``. Return the number of features per dimension."""
     if features is None:
         if head_dim % 2:
-            raise ValueError(f"head_dim must be even, because features turn in pairs, got {head_dim}; or give features")
+            raise ValueError(
+                f"head_dim must be even, because pairs of features are rotated, got {head_dim}; or give features"
+            )
         each = head_dim // 2 // rank * 2
         return (head_dim - each * (rank - 1), *(each,) * (rank - 1))
     shares = int_tuple("features", features, rank, repeat=False)

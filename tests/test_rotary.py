@@ -98,7 +98,7 @@ def test_wrong_angles(arguments, error, message):
         ((1, 3, 4, 2, 8), (4, 3, 4), "angles has shape"),
         ((4, 8), (4, 4), "angles has shape"),
         ((1, 4, 2, 8), (4,), "angles has shape"),
-        ((1, 4, 2, 8), (4, 5), "angles turn 10 features"),
+        ((1, 4, 2, 8), (4, 5), "angles rotate 10 features"),
     ],
 )
 def test_shapes_that_disagree(tokens, angles, message):

@@ -38,7 +38,7 @@ class Neutral(NamedTuple):
 NEUTRAL_OPERATOR_ARGUMENTS: Mapping[str, Neutral] = MappingProxyType(
     {
         "torch_compile": Neutral((False,), "jax.jit compiles every call"),
-        "backward_use_pt_reduction": Neutral((False,), "here it is called backward_use_xla_reduction"),
+        "backward_use_pt_reduction": Neutral((False,), "use backward_use_xla_reduction instead"),
     }
 )
 #: Arguments of NATTEN's ``merge_attentions`` that are accepted here without effect. NATTEN compiles merges by
@@ -214,13 +214,13 @@ _HAVE_WINDOWS = "attention sees all keys; na1d, na2d and na3d have windows of ke
 _NO_MASK = "key_bias masks keys: a bool array [batch, *layout], True for keys to keep"
 _NO_OFFSETS = "only na1d, na2d and na3d have offsets within windows; key_bias is added to all logits of a key"
 _NO_WEIGHTS = (
-    "the operators form no attention weights to drop; modules have attn_drop and proj_drop, and neighborhood_weights "
-    "and neighborhood_apply have weights in between"
+    "the operators form no attention weights to drop; use attn_drop or proj_drop of the modules, or drop the weights "
+    "between neighborhood_weights and neighborhood_apply"
 )
 _PAD = "pad sequences to one length; extents, or query_lengths and kv_lengths of attention, hide the padding"
-_FROM_ARRAYS = "the arrays have it"
+_FROM_ARRAYS = "the shapes of the arrays determine it"
 _FEWER_HEADS = "key and value may have fewer heads (GQA, MQA)"
-_HEADS = "the arrays have the heads: key and value may have fewer than query (GQA, MQA), as they are"
+_HEADS = "the shapes of the arrays determine the heads; key and value may have fewer than query (GQA, MQA)"
 
 #: Messages for argument names of other libraries. Each key lists several names, separated by spaces.
 _MEANINGS = {
@@ -238,16 +238,16 @@ _MEANINGS = {
     "strides": Meaning("stride", "it counts queries that share a window"),
     "dilations dilation_rate dilate": Meaning("dilation", "it is the distance between neighbors in a window"),
     "causal is_causal_mask causal_mask use_causal_mask use_causal causality": Meaning(
-        "is_causal", "it hides later keys", "is_causal of the operator does that"
+        "is_causal", "it hides later keys", "use is_causal of the operator"
     ),
     "mask masks attn_mask attention_mask block_mask mask_mod score_mod segment_ids q_segment_ids "
     "kv_segment_ids": Meaning("", _NO_MASK),
     "padding_mask key_padding_mask key_mask": Meaning("key_bias", "True keeps a key", _NO_MASK),
     "rel_pos_bias relative_position_bias relative_pos_bias rpb rel_pos rel_bias position_bias pos_bias": Meaning(
-        "relative_bias", "it is added to the scaled logits, an entry for each offset", _NO_OFFSETS
+        "relative_bias", "it is added to the scaled logits, with an entry per offset", _NO_OFFSETS
     ),
     "attn_bias attention_bias logits_bias alibi alibi_slopes": Meaning(
-        "", "relative_bias is added to logits by the offset of a key, key_bias by the key, and no other bias"
+        "", "only two biases are added to logits: relative_bias, by the offset of a key, and key_bias, by the key"
     ),
     "bias use_bias": Meaning(
         "qkv_bias", "it adds biases to the projections", "relative_bias and key_bias are added to logits"
@@ -298,23 +298,23 @@ _MEANINGS = {
     "q queries": Meaning("query", "it is the first argument"),
     "k keys": Meaning("key", "it is the second argument"),
     "v values": Meaning("value", "it is the third argument"),
-    "implementation impl kernel_backend attn_implementation": Meaning("backend", "None takes the best there is"),
+    "implementation impl kernel_backend attn_implementation": Meaning("backend", "None selects the best backend"),
     "deterministic use_deterministic_algorithms": Meaning(
-        "backward_deterministic", "it makes gradients equal from run to run"
+        "backward_deterministic", "it makes gradients bitwise reproducible"
     ),
     "schedule kernel_type": Meaning("kernel_schedule", 'it takes "non", "coop" or "pp"'),
     "persistent use_persistent_kernel persistent_kernel": Meaning("run_persistent_kernel", "it is True by default"),
-    "kv_splits num_splits num_kv_splits": Meaning("backward_kv_splits", "it is about the backward pass"),
-    "memory_preference": Meaning("memory_usage_preference", "it is about the backward pass"),
+    "kv_splits num_splits num_kv_splits": Meaning("backward_kv_splits", "it applies to the backward pass"),
+    "memory_preference": Meaning("memory_usage_preference", "it applies to the backward pass"),
     "q_tile q_tile_shape q_tile_size block_q block_size_q block_m": Meaning(
-        "q_tile_shape q_tile_size", "tiles are asked for in pairs"
+        "q_tile_shape q_tile_size", "give the query tile and the key/value tile together"
     ),
     "kv_tile kv_tile_shape kv_tile_size block_k block_kv block_size_k block_size_kv block_n": Meaning(
-        "kv_tile_shape kv_tile_size", "tiles are asked for in pairs"
+        "kv_tile_shape kv_tile_size", "give the query tile and the key/value tile together"
     ),
     "compile": Meaning("", "jax.jit compiles every call"),
-    "precision": Meaning("", "jax.default_matmul_precision holds for the operators"),
-    "attention_kwargs": Meaning("", "they are this function's own arguments: give them as such"),
+    "precision": Meaning("", "use jax.default_matmul_precision, which applies to the operators"),
+    "attention_kwargs": Meaning("", "pass its entries directly, as arguments of this function"),
     "token_axes axis_name": Meaning("token_axes", "only na1d, na2d and na3d exchange tokens between devices"),
 }
 

@@ -334,7 +334,7 @@ def check_extents(name: str, shape: Sequence[int], dimensions: Sequence[str]) ->
         if axis > 0 and not isinstance(extent, int):
             raise ValueError(
                 f"{name} has shape {tuple(shape)}, in which {what} (dimension {axis}) is the symbolic {extent}: only "
-                "the batch may be symbolic, because windows and tiles depend on the rest; export one for each"
+                "the batch may be symbolic, because windows and tiles depend on the rest; export a program for each"
             )
 
 

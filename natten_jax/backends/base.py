@@ -172,7 +172,7 @@ def heads_rejection(has: Capabilities, problem: Problem) -> str | None:
             return f"{name} must be at most {most}, not {getattr(problem, name)}"
     wider = with_columns(problem).head_dim if problem.key_bias and has.needs_columns(problem) else 0
     if wider > most:
-        return f"a key_bias takes {wider - problem.head_dim} more columns of heads, which may be {most} wide"
+        return f"a key_bias adds {wider - problem.head_dim} to head_dim, which must then be at most {most}"
     return None
 
 
@@ -225,7 +225,7 @@ class Backend(abc.ABC):
         for axis in problem.axes if has.wraps_by_strips else ():
             stride, tokens = axis.stride, axis.kv_extent // axis.dilation
             if axis.edges == "wrap" and tokens % stride:
-                return f"its windows wrap where stride divides the tokens of a dilation group, not {stride} {tokens}"
+                return f"it wraps windows if stride divides the {tokens} tokens of a dilation group, not with {stride}"
         if has.targets and native.load_error is not None:
             return native.load_error  # without the library, the limits of the kernels are unknown
         if not device.is_present:

@@ -46,10 +46,7 @@ class CpuBackend(NativeBackend):
         reason = super().rejection(problem, device, pass_)
         entries = problem.heads // problem.heads_kv * math.prod(problem.bias_shape)
         if reason is None and problem.relative_bias and entries > _MOST_TABLE_ENTRIES:
-            return (
-                f"it takes at most {_MOST_TABLE_ENTRIES} entries of the relative biases of query heads that share "
-                f"keys, not {entries}"
-            )
+            return f"it supports at most {_MOST_TABLE_ENTRIES} relative_bias entries per key/value head, not {entries}"
         return reason
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:

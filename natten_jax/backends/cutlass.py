@@ -40,8 +40,8 @@ _ENTRY_MAPS = 3
 #: Performance arguments that the small-window backward kernels ignore, and the reasons.
 _UNUSED_BY_SMALL_WINDOWS = {
     "backward_kv_splits": "does not split keys and values with the tiles for small windows",
-    "backward_use_xla_reduction": "computes row sums on the way with the tiles for small windows",
-    "memory_usage_preference": "takes next to no scratch memory with the tiles for small windows",
+    "backward_use_xla_reduction": "computes row sums in its gradient kernel with the tiles for small windows",
+    "memory_usage_preference": "needs hardly any scratch memory with the tiles for small windows",
 }
 
 
@@ -246,13 +246,12 @@ class CutlassBackend(NativeBackend):
     def _table_rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
         """Return the reason why the kernels cannot add the relative bias of a problem; ``None`` if they can."""
         if problem.element.bytes != 2:
-            return f"its kernels add a relative_bias to logits of elements of 16 bits, not of {problem.dtype}"
+            return f"its kernels support a relative_bias for 16-bit arrays only, not for {problem.dtype}"
         if "wrap" in problem.edges:
             return "its kernels with a relative_bias do not support edges 'wrap'"
         if not _ranked_pairs(self.widened(problem, device, pass_), device, pass_):
-            return "its kernels add a relative_bias only if small windows of heads of at most " + (
-                f"{small_windows.largest_biased_head_dim()} fit into shared memory"
-            )
+            most = small_windows.largest_biased_head_dim()
+            return f"its kernels support a relative_bias for small windows and heads of at most {most} only"
         return None
 
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:
@@ -306,7 +305,7 @@ class CutlassBackend(NativeBackend):
         if plan.performance.backward_deterministic:
             unused["backward_kv_splits"] = "has one split with backward_deterministic=True"
         if plan.problem.dtype == "float32":
-            unused["memory_usage_preference"] = "sums up float32 gradients in place, without scratch memory"
+            unused["memory_usage_preference"] = "accumulates float32 gradients in place, without scratch memory"
         return Form(wraps=is_small, unused=unused)
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:

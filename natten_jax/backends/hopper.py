@@ -94,8 +94,8 @@ class HopperBackend(NativeBackend):
         takes=(*ffi.NATIVE_FEATURES, "shared_key_bias"),
         excludes={
             ("element.is_float8", "own_extents"): "its kernels take 8-bit elements or extents, not both",
-            ("element.is_float8", "key_bias"): "its kernels for 8-bit arrays add no key_bias",
-            ("element.is_float8", "block_scales"): "its kernels for 8-bit arrays take factors of heads, not of blocks",
+            ("element.is_float8", "key_bias"): "its kernels for 8-bit arrays do not support a key_bias",
+            ("element.is_float8", "block_scales"): "its kernels for 8-bit arrays take factors per head, not per block",
         },
         head_dim_step=_LIMITS.get("head_dim_step", 1),
         float8_head_dim_step=_LIMITS.get("float8_head_dim_step"),  # TMA copies multiples of 16 bytes

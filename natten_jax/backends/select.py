@@ -100,7 +100,7 @@ def warn_once(reason: str) -> None:
     _was_warned = True
     warn_of_line(
         f"attention runs on the slow portable backend (flex): {reason}; python -m natten_jax.doctor shows what was "
-        "built. Name the backend (flex-fna or flex-fmha) to do without this warning.",
+        "built. Name the backend (flex-fna or flex-fmha) to suppress this warning.",
         MissingKernelsWarning,
     )
 
@@ -340,7 +340,7 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
     asked = ", ".join(f"{name}={text(tile)}" for name, tile in zip(names, pair, strict=True))
     return (
         f"{BackendId(backend.family, problem.operator)} does not offer {asked} for {problem.describe()}; "
-        f"among those it offers are {offered} (natten_jax.{query_function} lists them)"
+        f"some that it offers are {offered} (natten_jax.{query_function} lists all)"
     )
 
 

@@ -65,7 +65,7 @@ def report() -> Iterator[str]:
     yield ""
     yield "Devices"
     if reason := _no_device():
-        yield f"  none: {reason}. The following lines describe the host, whether or not JAX may use it"
+        yield f"  none: {reason}. The following lines describe the host, even if JAX is not set up to use it"
     for jax_device in () if reason else jax.devices():
         capability = getattr(jax_device, "compute_capability", None)
         detail = f", compute capability {capability}" if capability else ""

@@ -263,7 +263,7 @@ class _Session:
     def _advice(self) -> Iterator[str]:
         """Yield the last lines of the output, which recommend what to do next."""
         if self.wrong:
-            yield f"Do not use {self.id_} on this device, and report what is printed above, please."
+            yield f"Do not use {self.id_} on this device. Please report the output above."
             return
         is_by_name_only = self.backend.capabilities.is_by_name_only
         if self.default == self.id_:
@@ -274,7 +274,7 @@ class _Session:
         else:
             yield f'backend="{self.id_}" runs it; calls without a name run {self.baseline}.'
         if is_by_name_only:
-            yield "Nobody has sent a measurement of it so far: report what is printed above, please, times included."
+            yield "No measurement of it has been reported yet. Please report the output above, including the times."
 
     def _dtypes(self) -> tuple[str, ...]:
         order = ["bfloat16", "float16", "float32", *SUPPORTED_DTYPES]  # the most common types first

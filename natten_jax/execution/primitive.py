@@ -102,7 +102,7 @@ def named(saved: Sequence[Any]) -> list[Any]:
 
 REASON = (
     "native kernels have first derivatives in reverse mode only (jax.grad, jax.vjp): forward mode and higher "
-    'derivatives take backend="flex-fna", or for attention "flex-fmha"'
+    'derivatives require backend="flex-fna", or "flex-fmha" for attention'
 )
 REASON_OF_FLOAT8 = (
     "8-bit arrays have no gradients: give the operators wider arrays and fp8, which quantizes them and computes "

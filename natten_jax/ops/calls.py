@@ -195,9 +195,9 @@ def run_operator(
 
 #: By argument, the reason why a call with ``token_axes`` rejects the argument.
 _WHOLE_LAYOUT_REASONS = {
-    "query_origin": "halos are exchanged of whole layouts only, so split batch and heads instead",
-    "extents": "halos are exchanged of whole layouts only, so split batch and heads instead",
-    "fp8": "devices that share tokens would each find other factors, so quantise the whole arrays "
+    "query_origin": "halo exchange requires whole layouts, so split batch and heads instead",
+    "extents": "halo exchange requires whole layouts, so split batch and heads instead",
+    "fp8": "each device would compute factors of its tokens only, so quantize the whole arrays "
     "(natten_jax.fp8.quantize) before jax.shard_map",
 }
 

@@ -86,7 +86,7 @@ def as_logit_term(name: str, array: ArrayLike | None) -> jax.Array:
     """
     array = as_jax_array(name, array)
     if array.dtype.name not in _LOGIT_DTYPES:
-        hint = f"; jnp.where({name}, 0.0, -jnp.inf) hides what is False" if array.dtype == jnp.bool_ else ""
+        hint = f"; jnp.where({name}, 0.0, -jnp.inf) masks False entries" if array.dtype == jnp.bool_ else ""
         raise ValueError(
             f"{name} has dtype {array.dtype.name}, but it is added to logits: {', '.join(_LOGIT_DTYPES)} are "
             f"supported{hint}"
@@ -298,8 +298,7 @@ def with_biases(
         return problem, inputs
     if relative_bias is not None and grid is not None:
         raise ValueError(
-            "relative_bias and upsample were both given: queries between the tokens of keys have offsets that no entry "
-            "is of"
+            "relative_bias and upsample were both given: a relative_bias has no entries for queries between tokens"
         )
     if relative_bias is not None:
         table = checked_table(problem, relative_bias, kernel_size)

@@ -127,7 +127,7 @@ def target_device(compute_capability: CapabilityLike | None) -> Device:
         try:
             return default_device()
         except NoDeviceError as error:
-            raise NoDeviceError(f"{error}. compute_capability names an NVIDIA GPU that need not be there") from error
+            raise NoDeviceError(f"{error}. Pass compute_capability for an absent NVIDIA GPU") from error
     return Device("cuda", compute_capability_of(compute_capability), is_present=False)
 
 

@@ -301,7 +301,7 @@ def float8_operands(
     }
     if key_factors and inputs.additional_keys is not None:
         raise ValueError(
-            f"{' and '.join(key_factors)} of blocks and additional_keys were both given: additional tokens are not in "
+            f"{' and '.join(key_factors)} per block and additional_keys were both given: additional tokens are not in "
             "a block, so give factors per head, which apply to them too"
         )
     if factors.value is not None and factors.value.ndim == 2:
@@ -337,7 +337,7 @@ def _quantized(
         raise ValueError(
             f"fp8={arguments.fp8!r} takes {', '.join(OUTPUT_DTYPES)} arrays, but query has dtype {problem.dtype}"
         )
-    _check_unscaled(arguments, f"fp8={arguments.fp8!r}, which finds the factors itself")
+    _check_unscaled(arguments, f"fp8={arguments.fp8!r}, which computes the factors")
     inputs = without_padding(place.layouts, inputs)
 
     def wide(array: jax.Array | None) -> list[jax.Array]:
@@ -410,8 +410,8 @@ def _factors(
         tokens = math.ceil(extent / max(blocks, 1))
         if blocks < 1 or math.ceil(extent / tokens) != blocks:
             raise ValueError(
-                f"{name} has shape {factors.shape}, but {extent} tokens of dimension {i} cannot be {blocks} blocks: of "
-                f"{tokens} tokens each, the last one fewer, there are {math.ceil(extent / tokens)}"
+                f"{name} has shape {factors.shape}, but the {extent} tokens of dimension {i} cannot form {blocks} "
+                f"blocks: with {tokens} tokens per block there are {math.ceil(extent / tokens)}"
             )
     return replicated(factors)
 

@@ -88,7 +88,7 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
         call_scale = problem.scale if scale is None else shown(scale)
         raise ValueError(
             f"attention_kwargs: scale={shown(own)} contradicts the call's scale, {call_scale}: all keys of a query "
-            "have one scale, which the operator is given"
+            "share the operator's scale"
         )
     # Attention to additional tokens is never causal, because every query attends to all of them.
     is_causal = problem.is_attention and any(problem.is_causal)
@@ -96,7 +96,7 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
         if name in attention_kwargs and bool(attention_kwargs[name]) != value:
             raise ValueError(
                 f"attention_kwargs: {name}={shown(attention_kwargs[name])} contradicts this call, whose attention has "
-                f"{name}={value}: {name} is the operator's to say"
+                f"{name}={value}: set {name} in the call only"
             )
 
 

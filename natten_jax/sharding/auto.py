@@ -264,7 +264,7 @@ def sharding_like(like: Any, tiles: np.ndarray) -> Any:
 Local = Callable[..., list[jax.Array]]
 _DEVICES = "natten_jax_devices"
 NO_EXPORT = (
-    "a program for several devices is exported where their mesh has no axes of type Auto: call the operator inside "
+    "a program for several devices cannot be exported if their mesh has axes of type Auto: call the operator inside "
     "jax.shard_map, or make the axes Explicit"
 )
 NO_TPU = (
@@ -466,4 +466,7 @@ def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
 def warn_of_gather(name: str, axis: int, ndim: int, over: str) -> None:
     """Warn that a dimension is gathered, and suggest an alternative."""
     kind = "head_dim" if axis == ndim - 1 else f"token dimension {axis}"
-    warn_of_line(f"natten_jax gathers {name}, whose {kind} is split over {over}: batch and heads can stay split")
+    warn_of_line(
+        f"natten_jax gathers {name} on every device, which costs time and memory, because its {kind} is split over "
+        f"{over}: split batch or heads instead"
+    )

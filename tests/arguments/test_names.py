@@ -90,9 +90,9 @@ EXPLAINED = {
     "window_size": "attention sees all keys",
     "mask": "key_bias masks keys: a bool array",
     "rel_pos_bias": "only na1d, na2d and na3d have offsets",
-    "dropout": "modules have attn_drop",
+    "dropout": "use attn_drop or proj_drop of the modules",
     "softcap": "soft caps of logits are not supported",
-    "heads": "the arrays have the heads",
+    "heads": "the shapes of the arrays determine the heads",
 }
 
 

@@ -125,7 +125,7 @@ def test_only_the_forward_pass_has_tiles_of_two_halves() -> None:
 @pytest.mark.parametrize("pair", [((16, 16), (16, 4)), ((16, 8), (12, 8)), ((64, 4), (16, 8)), ((8, 8), (16, 8))])
 def test_rejected_tiles_are_reported_with_supported_ones(pair: Any) -> None:
     request = Request(IMAGE, Performance(q_tile_shape=pair[0], kv_tile_shape=pair[1]), "blackwell-fna")
-    with pytest.raises(ValueError, match=r"natten_jax\.get_configs_for_cutlass_blackwell_fna lists them"):
+    with pytest.raises(ValueError, match=r"natten_jax\.get_configs_for_cutlass_blackwell_fna lists all"):
         resolve(request, B200, "forward")
 
 

@@ -93,7 +93,7 @@ def test_others_get_columns(facts: dict[str, Any]) -> None:
 def test_heads_too_wide_for_required_columns_are_rejected() -> None:
     reason = _CUTLASS.rejection(_problem(dtype="float32", head_dim=256), _GPU, "forward")
     assert reason is not None
-    assert "a key_bias takes 3 more columns of heads, which may be 256 wide" in reason
+    assert "a key_bias adds 3 to head_dim, which must then be at most 256" in reason
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_configuration_queries_list_supported_tiles(machine: Machine) -> None:
         return natten_jax.na2d(x, x, x, 7, backend="tpu-fna", **tiles)
 
     assert jax.eval_shape(lambda x: attend(x, **tiles), x).shape == x.shape
-    with pytest.raises(ValueError, match="get_configs_for_tpu_fna lists them"):
+    with pytest.raises(ValueError, match="get_configs_for_tpu_fna lists all"):
         jax.eval_shape(lambda x: attend(x, q_tile_shape=(8, 8), kv_tile_shape=(8, 17)), x)
 
 

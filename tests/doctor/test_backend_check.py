@@ -169,7 +169,7 @@ def test_an_opt_in_backend_prints_how_to_enable_it_by_default(
     status, lines = checked("mine-fna", capsys)
     assert status == 0
     assert f"{select.VARIABLE}=mine in the environment makes it the default" in lines[-2]
-    assert "report what is printed above" in lines[-1]
+    assert "report the output above" in lines[-1]
 
 
 @pytest.mark.usefixtures("_untimed")
@@ -187,7 +187,7 @@ def test_a_wrong_one(backend: Any, what: str, machine: Machine, capsys: pytest.C
     assert status == 1
     assert sum(re.search(what, line) is not None for line in lines) >= 2
     assert lines[-2].startswith("0 of ")
-    assert lines[-1] == "Do not use mine-fna on this device, and report what is printed above, please."
+    assert lines[-1] == "Do not use mine-fna on this device. Please report the output above."
 
 
 class Elsewhere(ByName):

@@ -74,7 +74,7 @@ def test_kernels_reject_other_derivatives_and_name_a_backend_with_them(
     case = CASES[operator]
     operands = case.operands(native_family.dtype, 0)
     message = (
-        r'^native kernels have first derivatives in reverse mode only.*backend="flex-fna", or for attention "flex-fmha"'
+        r'^native kernels have first derivatives in reverse mode only.*backend="flex-fna", or "flex-fmha" for attention'
     )
     with pytest.raises(NotImplementedError, match=f"(?s){message}"):
         REFUSED[name](query_function(case, getattr(native_family, operator), operands), operands.query)

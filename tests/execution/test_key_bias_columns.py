@@ -126,7 +126,7 @@ def test_plans_hold_the_head_width_of_the_kernels() -> None:
 
 def test_heads_too_wide_for_columns_are_rejected() -> None:
     array = jnp.ones((1, 9, 2, 64))
-    with pytest.raises(ValueError, match=r"a key_bias takes 3 more columns of heads, which may be 64 wide"):
+    with pytest.raises(ValueError, match=r"a key_bias adds 3 to head_dim, which must then be at most 64"):
         jax.eval_shape(lambda: na1d(array, array, array, 3, key_bias=jnp.zeros((1, 9)), backend=FAMILY.fna))
     assert na1d(array, array, array, 3, backend=FAMILY.fna).shape == array.shape
 

@@ -134,7 +134,7 @@ def test_ragged_strides_raise_a_one_line_error() -> None:
     axis = Axis(10, 10, 5, 3, edges="wrap")
     problem = dataclasses.replace(problem_of((10,), 5), axes=(axis,))
     reason = FAMILY.backend.rejection(problem, Device("cpu"), "forward")
-    assert reason == "its windows wrap where stride divides the tokens of a dilation group, not 3 10"
+    assert reason == "it wraps windows if stride divides the 10 tokens of a dilation group, not with 3"
 
 
 def test_kernel_results_are_not_updated_in_place_without_a_barrier() -> None:

@@ -326,7 +326,7 @@ def test_unsupported_biases_are_reported() -> None:
     device = devices.default_device()
     problem = dataclasses.replace(problem_of((32, 32), 7, head_dim=32), relative_bias=True)
     for changes, words in (
-        ({"dtype": "float32"}, "elements of 16 bits"),
+        ({"dtype": "float32"}, "16-bit arrays only"),
         ({"additional_kv": 3}, "do not support additional tokens"),
         ({"head_dim": 128, "head_dim_v": 128}, "heads of at most 64"),
     ):

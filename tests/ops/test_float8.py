@@ -167,8 +167,8 @@ def test_gpus_run_plain_jax_by_default(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"block_scales": True}, "take factors of heads, not of blocks"),
-        ({"key_bias": True}, "8-bit arrays add no key_bias"),
+        ({"block_scales": True}, "take factors per head, not per block"),
+        ({"key_bias": True}, "8-bit arrays do not support a key_bias"),
         ({"out_dtype": "float32"}, "have outputs of float16 or bfloat16, not float32"),
     ],
 )
@@ -197,9 +197,9 @@ REFUSED = [
     (
         "float8_e4m3fn",
         {"value_scale": jnp.ones((2, 5, 12, 2))},
-        "8 tokens of dimension 0 cannot be 5 blocks: of 2 tokens each, the last one fewer, there are 4",
+        "8 tokens of dimension 0 cannot form 5 blocks: with 2 tokens per block there are 4",
     ),
-    ("float8_e4m3fn", {"key_scale": jnp.ones((2, 0, 3, 2))}, "8 tokens of dimension 0 cannot be 0 blocks"),
+    ("float8_e4m3fn", {"key_scale": jnp.ones((2, 0, 3, 2))}, "8 tokens of dimension 0 cannot form 0 blocks"),
     ("float8_e4m3fn", {"key_scale": jnp.ones((), jnp.bfloat16)}, "key_scale has dtype bfloat16, but float32 is"),
     ("float8_e4m3fn", {"value_scale": 0}, "value_scale must be positive and finite, got 0"),
     ("float8_e4m3fn", {"out_dtype": "float64"}, "out_dtype must be bfloat16 or float16 or float32 for float8_e4m3fn"),
@@ -209,7 +209,7 @@ REFUSED = [
     ("bfloat16", {"key_scale": jnp.ones((2, 2))}, "key_scale was given with bfloat16 arrays, but factors are"),
     ("bfloat16", {"out_dtype": "float32"}, "out_dtype must be bfloat16 for bfloat16 arrays, got float32"),
     ("bfloat16", {"fp8": "e3m4"}, "fp8 must be one of e4m3, float8_e4m3fn, e5m2, float8_e5m2, got 'e3m4'"),
-    ("bfloat16", {"fp8": "e4m3", "value_scale": 1.0}, "value_scale was given with fp8='e4m3', which finds the factors"),
+    ("bfloat16", {"fp8": "e4m3", "value_scale": 1.0}, "value_scale was given with fp8='e4m3', which computes"),
 ]
 
 
@@ -225,7 +225,7 @@ def test_refused_arguments(dtype: str, arguments: dict[str, Any], message: str) 
 
 def test_factors_of_blocks_and_additional_tokens_are_refused() -> None:
     more = jnp.ones((2, 3, 2, 16), "float8_e4m3fn")
-    with pytest.raises(ValueError, match="key_scale of blocks and additional_keys were both given"):
+    with pytest.raises(ValueError, match="key_scale per block and additional_keys were both given"):
         na2d(*operands(), 3, key_scale=jnp.ones((2, 4, 3, 2)), additional_keys=more, additional_values=more)
 
 

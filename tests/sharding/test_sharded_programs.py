@@ -45,7 +45,7 @@ def test_unsupported_shardings_are_gathered_with_a_warning(mode: str) -> None:
             (attend, arrays, P("x", None, None, None, "y"), "head_dim"),
         ):
             placed = put(given, mesh, *spec)
-            with pytest.warns(UserWarning, match=f"gathers query.*{said}.*batch and heads can stay split") as told:
+            with pytest.warns(UserWarning, match=f"gathers query.*{said}.*split batch or heads instead") as told:
                 found = jax.jit(function)(*placed)
             # JAX 0.10 partitions without the caller's stack frames, so its warnings name "sys" instead of this file.
             assert {each.filename for each in told} in ({__file__}, {"sys"})

@@ -79,7 +79,7 @@ class BlackwellBackend(Backend):
 def missing_in_jax() -> str | None:
     """Return the reason why the installed JAX cannot compile the kernels; ``None`` if it can."""
     if jax.__version_info__ < OLDEST_JAX:
-        return f"its kernels are written in Pallas as JAX has it from {'.'.join(map(str, OLDEST_JAX))} on"
+        return f"its kernels need the Pallas of JAX {'.'.join(map(str, OLDEST_JAX))} or later"
     return None
 
 
