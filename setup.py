@@ -1,14 +1,14 @@
 """Build the native library with CMake; pyproject.toml contains all other packaging settings.
 
 Environment variables:
-    NATTEN_JAX_NATIVE: ``0`` skips the native library: nothing is compiled, and the pure-Python wheel works on every
-        machine. By default the library is built on Linux; ``1`` also tries to build it on other systems.
+    NATTEN_JAX_NATIVE: ``0`` skips the native library. Nothing is then compiled, and the pure-Python wheel works on
+        every machine. By default the library is built on Linux; ``1`` also tries to build it on other systems.
     NATTEN_JAX_MACHINE: ``aarch64`` cross-compiles for 64-bit ARM Linux, without CUDA, with the compiler in
         CROSS_COMPILERS. The result is for the Python version that runs the build. By default the build targets the
         current machine.
-    NATTEN_JAX_CUDA: ``1`` builds the CUDA part, and fails if that is impossible; ``12`` and ``13`` also require nvcc of
-        that major version of CUDA; ``0`` skips the CUDA part. By default the CUDA part is built if an NVIDIA GPU of
-        compute capability 8.0 or higher is visible.
+    NATTEN_JAX_CUDA: ``1`` builds the CUDA part, and fails if that is impossible. ``12`` and ``13`` do the same, but use
+        only nvcc of that major version of CUDA. ``0`` skips the CUDA part. By default the CUDA part is built if an
+        NVIDIA GPU of compute capability 8.0 or higher is visible.
     NATTEN_JAX_BENCH: ``1`` adds the kernels that only benchmarks use to the CUDA part.
     NATTEN_JAX_CUDA_SAMPLE: ``1`` compiles each kernel template for only one element type and one feature, which takes
         half the time. Such a build checks that a CUDA compiler accepts the sources. The library is linked, but programs
@@ -59,7 +59,10 @@ CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}
 
 
 def path_entries() -> list[str]:
-    """Return the absolute directories on PATH; relative entries could run programs from the current directory."""
+    """Return the absolute directories on PATH.
+
+    Relative directories are skipped, so that no program in the current directory runs by accident.
+    """
     return list(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
 
 

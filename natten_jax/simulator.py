@@ -55,8 +55,8 @@ __all__ = [
 #: Largest stride that is tried. Only the placement ``"aligned"``, which no backend uses, can reach this limit.
 _MOST_STRIDES = 1 << 16
 
-#: A dilation is tried in a dimension only if the window fits. Of these dilations, all up to 24, the next 8 divisors of
-#: the extent, and the largest divisor up to 65536 are tried. The dilation of the problem is always tried.
+#: Dilations that are tried in a dimension: all up to 24, the next 8 divisors of the extent, the largest divisor up to
+#: 65536, and the dilation of the problem. Dilations with which the window exceeds the extent are not tried.
 _SMALLEST_DILATIONS, _DIVISORS = 24, 8
 
 #: Of the strides (or dilations) whose time is within this factor of the best time, the smallest is recommended.

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 #: Matches the end of an object's path. The group is the path of the object's source.
 _OBJECTS = re.compile(r"\.dir/(.+)\.o$")
-#: Matches the element type in the name of a generated source: at the end of the name, or before the name of a feature.
+#: Matches the element type in the name of a generated source. The type is at the end of the name, or before the name of
+#: a feature.
 _ELEMENT = re.compile(r"_k[A-Z][A-Za-z]*(?:8E4M3|16|32)(?=k|$)")
 
 

@@ -5,9 +5,9 @@
 Set the environment variable NATTEN_JAX_WHEELS_WORK to use another directory for intermediate files.
 
 A wheel of the kind ``python`` contains no compiled code, so a single wheel works on every machine and interpreter.
-auditwheel tags every other wheel with the oldest manylinux policy that the wheel satisfies. Kernels are compiled once
-per kind, because the wheels for several interpreters differ only in the Python extension module. The program downloads
-only Python packages, through pip.
+auditwheel tags each wheel of the other kinds with the oldest manylinux policy that the wheel satisfies. Kernels are
+compiled once per kind, because the wheels for several interpreters differ only in the Python extension module. The
+program downloads only Python packages, through pip.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A test runs once for each value of the following parameters, if it has them:
 - ``family``: all backend families. ``native_family``: the families with compiled kernels. ``pure_family``: the families
   in plain JAX.
 - ``dtype``: the element types of the family. ``other_dtype``: these types except the first.
-- ``problem_indices``: ranges of the numbers of random problems. ``--problems`` is the number of problems per family.
-  ``other_problem_indices``: ranges for a quarter of this number.
+- ``problem_indices``: ranges of indices of random problems. ``--problems`` sets the number of problems per family.
+  ``other_problem_indices``: ranges of indices for a quarter as many problems.
 
 A test session runs on the CPU or, with ``-m gpu``, on a GPU. It never uses both, so that all modules, fixtures and
 processes have the same default platform.
@@ -101,9 +101,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def _store_programs() -> None:
     """Cache compiled XLA programs in ``build/compiled``. All test processes and later sessions share the cache.
 
-    A change of the package or of ``tests/support`` starts a new cache: the callbacks that partition calls over devices
-    may change a program, but are not part of its cache key. The key includes a program's metadata, because the profiler
-    reads it.
+    A change of the package or of ``tests/support`` starts a new cache, because callbacks that partition calls over
+    devices can change a program without changing its cache key. The key includes a program's metadata, because the
+    profiler reads the metadata.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
@@ -147,7 +147,7 @@ def _has_gpu() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that do not run on this platform and, unless ``--slow`` is given, tests that are marked ``slow``.
 
-    Slow tests run first. Otherwise, one worker would still run a slow test after all others have finished.
+    Slow tests run first. Otherwise, one worker might still run a slow test after all other workers have finished.
     """
     if config.getoption("core"):
         _keep_a_third_of_plain_jax(config, items)
@@ -163,7 +163,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_a_third_of_plain_jax(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect two of three parameter sets of each test in plain JAX, whose compilation takes most of the time."""
+    """Deselect two of three parameter sets of each test in plain JAX.
+
+    Compiling these tests takes most of the time of a test session.
+    """
     counts: collections.Counter[str] = collections.Counter()
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []

@@ -62,8 +62,8 @@ def refusal(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-#: An unknown keyword, and the names that the errors of operators, of ``attention`` and of modules suggest instead.
-#: ``None`` if the error suggests no name.
+#: Each row contains an unknown keyword, and the names that three errors suggest instead: the errors of ``na1d`` to
+#: ``na3d``, of ``attention``, and of the modules. ``None`` if an error suggests no name.
 NAMES = [
     ("window_size", "kernel_size", None, "kernel_size"),
     ("kernal_size", "kernel_size", None, "kernel_size"),
@@ -85,7 +85,7 @@ NAMES = [
     ("additional_key", "additional_keys", None, None),
 ]
 
-#: For some unknown keywords: a part of the messages that suggest no name.
+#: For some unknown keywords, a text that their error messages contain if the messages suggest no name.
 EXPLAINED = {
     "window_size": "attention sees all keys",
     "mask": "key_bias masks keys: a bool array",

@@ -178,7 +178,7 @@ def test_flags_are_bools(rank: int, value: Any) -> None:
     extra = query_of(1)
     attend: Any = functools.partial(natten_jax.attention, extra, extra, extra)
     refused(TypeError, ("return_lse must be a bool", repr(value)), lambda: attend(return_lse=value))
-    # The last entry is a window as large as the layout.
+    # In the last case, the window is as large as the layout.
     for others in ({}, {"additional_keys": extra, "additional_values": extra}, {"kernel_size": LAYOUT[:rank]}):
         operator = functools.partial(call, rank, **others)
         refused(TypeError, ("return_lse must be a bool", repr(value)), functools.partial(operator, return_lse=value))

@@ -100,7 +100,7 @@ def test_an_array_in_another_byte_order_names_itself_and_the_remedy(wrong: str, 
         message = str(caught.value)
         assert message.startswith(f"{wrong} has dtype '{swapped.dtype.str}', whose byte order is not this machine's")
         assert f"{wrong}.astype('{dtype}')" in message
-    arrays[wrong] = swapped.astype(dtype)  # the remedy in the message
+    arrays[wrong] = swapped.astype(dtype)  # as the message suggests
     assert natten_jax.na1d(**arrays, kernel_size=3).dtype == jax_dtype
 
 
@@ -181,7 +181,7 @@ def test_windows_over_heads(rank: int, additional: int) -> None:
     operator: Any = OPERATORS[rank]
     with pytest.raises(ValueError, match=QUESTION):
         operator(**arrays, kernel_size=7)
-    moved = {name: jnp.moveaxis(array, 1, -2) for name, array in arrays.items()}  # the remedy in the message
+    moved = {name: jnp.moveaxis(array, 1, -2) for name, array in arrays.items()}  # as the message suggests
     assert operator(**moved, kernel_size=7).shape == (2, *layout, 4, 8)
 
 
@@ -189,14 +189,14 @@ def test_heads_first_of_attention() -> None:
     query, key = heads_first(4, 64), heads_first(4, 96)
     with pytest.raises(ValueError, match=QUESTION):
         natten_jax.attention(query, key, key)
-    with pytest.raises(ValueError, match=r"\(heads_kv\)$"):  # not about the order of dimensions
+    with pytest.raises(ValueError, match=r"\(heads_kv\)$"):  # does not ask if heads come first
         natten_jax.attention(jnp.ones((2, 64, 6, 8)), *[jnp.ones((2, 64, 4, 8))] * 2)
 
 
 @pytest.mark.parametrize(
     ("shapes", "more"),
     [
-        ([(2, 16, 4, 8)] * 3, {"kernel_size": 17}),  # exceeds the tokens in both orders of dimensions
+        ([(2, 16, 4, 8)] * 3, {"kernel_size": 17}),  # exceeds the tokens, also if heads come first
         ([(2, 64, 6, 8), (2, 64, 4, 8), (2, 64, 4, 8)], {"kernel_size": 3}),
         ([(2, 64, 4, 8), (2, 63, 4, 8), (2, 64, 4, 8)], {"kernel_size": 3}),
         ([(2, 64, 4, 8), (2, 64, 4, 16), (2, 64, 4, 8)], {"kernel_size": 3}),

@@ -130,7 +130,7 @@ def test_rejected_tiles_are_reported_with_supported_ones(pair: Any) -> None:
 
 
 def test_a_gpu_without_portable_kernels_still_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing kernels are reported. The Blackwell backend supports the call, but does not run unless it is named."""
+    """Missing kernels are reported, although the Blackwell backend supports the call. It runs only if it is named."""
     here = Device("cuda", (10, 0))
     for backend in registered():
         if backend.capabilities.targets:
@@ -184,7 +184,7 @@ def test_results_and_gradients_without_races(which: str | int) -> None:
     ["ForwardBlock.multiply", "ForwardBlock.weigh", "BackwardBlock.multiply", "BackwardBlock._logit_gradients"],
 )
 def test_a_missing_wait_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter detects if the warp that issues products, or a warp that reads logits, lacks a wait."""
+    """The interpreter detects a missing wait in the warp that issues products, and in the warps that read logits."""
     from natten_jax.backends.pallas import _blackwell_memory as gpu
 
     wait = gpu.wait
@@ -210,7 +210,10 @@ def test_kernels_are_lowered_for_gpus_that_are_not_there(name: str) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("additional", [0, 3])
 def test_operators_run_all_kernels(additional: int, machine: Machine) -> None:
-    """Each kernel of both passes is lowered once. With additional tokens, a second call lowers each kernel again."""
+    """The program contains each kernel of both passes once, or twice if there are additional tokens.
+
+    A second call attends to the additional tokens.
+    """
     machine.has(Device("cuda", (10, 0)))
     query, key, value = (jax.ShapeDtypeStruct((2, 20, 24, heads, 40), jnp.bfloat16) for heads in (4, 2, 2))
     more = [jax.ShapeDtypeStruct((2, additional, 2, 40), jnp.bfloat16)] * (2 if additional else 0)
@@ -280,7 +283,7 @@ def test_numbers_of_queries_come_back_from_items() -> None:
 def test_kernels_are_assembled_and_keep_to_their_registers(number: int, tmp_path: Path) -> None:
     for name, (ptx, said) in compiled(tmp_path, number).items():
         for instruction in ("tcgen05.mma", "tcgen05.ld", "tcgen05.st", "cp.async.bulk.tensor", "setmaxnreg"):
-            # The last kernel writes transposed gradients of logits to shared memory, without tcgen05.st.
+            # KERNELS[2] needs no tcgen05.st, because it writes transposed gradients of logits to shared memory.
             assert instruction in ptx or (name, instruction) == (KERNELS[2], "tcgen05.st")
         assert name in said and "for 'sm_100a'" in said
         assert "error" not in said

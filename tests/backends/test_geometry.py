@@ -127,15 +127,17 @@ def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypat
     ("extent", "kernel_size", "edges", "tiles", "expected"),
     [
         # 16 queries see 22 keys, which fit in three tiles of 8 with 2 keys to spare. 22 of the 64 possible ranges of 22
-        # keys contain a seam. No box of 4 keys may cross it, so the first tile begins 0 to 3 keys earlier. Only 3 keys
-        # exceed the spare 2, and add a tile. A tile has two boxes; up to three boxes do not cost extra time.
+        # keys contain a seam. No box of 4 keys can cross the seam, so the first tile begins 0 to 3 keys earlier. If it
+        # begins 3 keys earlier, a tile is added, because there are only 2 keys to spare. A tile has two boxes; up to
+        # three boxes do not cost extra time.
         (64, 7, "wrap", (16, 8), 1 + 22 / 64 * 1 / (3 * 4)),
         (30, 7, "wrap", (16, 8), 1 + 22 / 30 * 1 / (3 * 4)),
         # 22 keys fit in two tiles of 16 with 10 keys to spare. Boxes of 8 begin up to 7 keys earlier, and add no tile.
         (48, 7, "wrap", (16, 16), 1),
-        # The tile contains all 48 queries, which see 52 keys. They fit in one tile of 64 with 12 keys to spare, and
-        # always contain a seam. A seam would cut boxes of 64 or 32. Boxes of 16 begin 0 to 15 keys earlier, so 13, 14
-        # and 15 add a tile. Four boxes per tile take a third longer than three.
+        # The tile contains all 48 queries, which see 52 keys. These keys fit in one tile of 64 with 12 keys to spare,
+        # and always contain a seam. Boxes of 64 or 32 keys would cross the seam. Boxes of 16 begin 0 to 15 keys
+        # earlier. If they begin 13, 14 or 15 keys earlier, a tile is added. Four boxes per tile take a third longer
+        # than three.
         (48, 5, "wrap", (64, 64), (1 + 1 * 3 / (1 * 16)) * 4 / 3),
         (64, 7, "shift", (16, 8), 1),
     ],

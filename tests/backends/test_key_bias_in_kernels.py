@@ -45,8 +45,8 @@ _LARGE = {"layout": (128, 128), "kernel_size": 63, "head_dim": 64}
         ({"edges": "cut", "additional_kv": 5}, True),
         ({"layout": (7, 7), "operator": "fmha", "kernel_size": None}, True),
         ({"layout": (8, 16, 16), "kernel_size": (3, 5, 5)}, True),
-        # Large-window kernels add key biases also in combination with the following features, and for heads of 256,
-        # which columns would make too wide.
+        # The following problems run on large-window kernels, which support key biases together with these features.
+        # Columns could not be added to heads of 256, because these already have the largest supported size.
         (_LARGE, False),
         ({"head_dim": 128}, False),
         (_LARGE | {"dtype": "float16", "heads_kv": 2, "additional_kv": 5}, False),
@@ -78,10 +78,11 @@ def test_portable_kernels_add_them(facts: dict[str, Any], has_small_kernels: boo
     ],
 )
 def test_others_get_columns(facts: dict[str, Any]) -> None:
-    """Key biases become columns for float32, with a relative bias, or if this is faster.
+    """Key biases become columns for float32, with a relative bias, or if columns are faster.
 
-    It is faster with wrapped edges, or with an origin or extent per batch entry. Large-window kernels then add key
-    biases without columns, but they have longer predicted times than small-window kernels with columns.
+    Columns are faster with wrapped edges, or with an origin or extent per batch entry. In these cases, only
+    large-window kernels add key biases without columns. They have longer predicted times than small-window kernels with
+    columns.
     """
     problem = _problem(**facts)
     for pass_ in PASSES:
@@ -124,7 +125,7 @@ def test_requested_tiles_select_the_kernel(facts: dict[str, Any], pair: Any, is_
     ],
 )
 def test_kernels_for_hopper_add_them(facts: dict[str, Any]) -> None:
-    """The Hopper kernels add key biases in combination with these features. The head dimension does not change."""
+    """The Hopper kernels add key biases in all of these problems. The biases do not become columns."""
     problem = _problem(**facts)
     for pass_ in PASSES:
         assert _HOPPER.rejection(problem, _GPU, pass_) is None

@@ -87,7 +87,10 @@ def test_a_backend_of_the_other_operator_names_its_counterpart() -> None:
 
 
 def test_costs_and_native_calls_know_no_family() -> None:
-    """No shared module contains the name of a family. Backends and calibrations describe the kernels of a family."""
+    """No shared module contains the name of a family.
+
+    Only backends and calibrations describe the kernels of a family.
+    """
     platforms = {"cpu", "tpu"}  # these platforms are also names of families
     root, families = Path(natten_jax.__file__).parent, {each.family for each in backends.registered()} - platforms
     named = {}
@@ -151,7 +154,8 @@ runpy.run_module("natten_jax.{module}", run_name="__main__")
 def test_it_passes_the_suite_of_a_family() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     files = "tests/ops/test_operators.py", "tests/ops/test_configs.py"
-    # The toy backend does not divide problems into tiles. Problems with many tiles would only be slower.
+    # The toy backend does not divide problems into tiles. So tests with many tiles would take longer, and test nothing
+    # new.
     options = "-p", "tests.support.toy_backend", "-k", "toy and not many-tiles", "--problems", "8"
     done = run_command(["-m", "pytest", *options, *files], environment, timeout=900, folder=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -159,14 +163,14 @@ def test_it_passes_the_suite_of_a_family() -> None:
     assert found and int(found[1]) > 60, done.stdout[-500:]
 
 
-# A backend for an absent device: a call is lowered for the backend's platform, and raises for other platforms.
+# A backend for an absent device. Calls can be lowered for the backend's platform. For other platforms, lowering raises.
 
 
 TOKENS = jax.ShapeDtypeStruct((1, 12, 2, 8), jnp.float32)
 
 
 class ConstantBackend(PureJaxBackend):
-    """A backend for one platform with a trivial computation. The text of a lowered program contains its plan."""
+    """A backend with a trivial computation, for one platform. The text of a lowered program contains the plans."""
 
     family = "constant"
 

@@ -18,7 +18,7 @@ from tests.support.families import Family, family_named
 from tests.support.problems import Case
 from tests.support.shapes import checked, has_shapes
 
-#: Every dimension of the arrays has another extent, so that a check finds dimensions in a wrong order.
+#: All dimensions of the arrays have different extents, so that a check finds dimensions in a wrong order.
 CASE = Case(
     (6, 9),
     (3, 4),

@@ -243,9 +243,9 @@ def test_which_heads_are_packed(heads: tuple[int, int], widths: tuple[int, int],
 
 @pytest.mark.usefixtures("_known")
 def test_chunks_as_the_kernels_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels read the chunks of a box through reshaped references. XLA supports these, and runs the kernels here.
+    """Kernels read the chunks of a box through reshaped references, so XLA runs the kernels in this test.
 
-    Pallas's interpreter does not support reshaped references, so other tests read whole boxes.
+    Pallas's interpreter does not support reshaped references. In tests that use it, kernels read whole boxes.
     """
     monkeypatch.setattr(_tpu_call, "FEW_ROWS_CHUNK", 48)
     query, key, value = (jax.random.normal(jax.random.key(i), (1, 20, 33, 2, 16)) for i in range(3))

@@ -259,7 +259,7 @@ def test_measures_every_device_count_and_reports_which_cannot_split(
 
 def test_predicts_without_measuring(tmp_path: Path) -> None:
     record = record_of(scaling, tmp_path / "figures.json", "--devices 16 --predict-only")
-    assert len(record["results"]) == 2 * (11 + 5)  # two passes, each with 11 splits of strong and 5 of weak scaling
+    assert len(record["results"]) == 2 * (11 + 5)  # two passes, each with 11 strong and 5 weak scaling curves
     for row in record["results"]:
         for devices, point in points(record, row).items():
             assert "measured" not in point

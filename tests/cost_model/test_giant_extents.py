@@ -1,4 +1,7 @@
-"""Dimensions with very many tiles. Tiles are counted in chunks. The simulator rejects too many tiles, calls do not."""
+"""Dimensions with very many tiles.
+
+The simulator counts tiles in chunks, and rejects problems with too many tiles. Calls accept these problems.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from natten_jax.plan.plan import Request
 from natten_jax.profiler.__main__ import main
 
 HUGE = 2**40
-#: Maximum number of tokens that the simulator accepts in a dimension with tiles of 128 tokens: these are 2**20 tiles.
+#: Maximum number of tokens that the simulator accepts in a dimension with tiles of 128 tokens (2**20 tiles).
 LONGEST = 2**27
 
 

@@ -1,4 +1,4 @@
-"""Sharded dimensions: the number of tiles that a device visits, compared with an enumeration, and its tile shapes."""
+"""Tiles of sharded dimensions: how many a device visits, compared with an enumeration, and which shapes they have."""
 
 from __future__ import annotations
 

@@ -90,8 +90,11 @@ def walk_parts(problem: Problem, pair: Any, pass_: str, kernel: Kernel) -> tuple
     """Count the work of a kernel with row groups, from the dense mask.
 
     A row group is a range of rows of an outer tile. A part is a row group together with an inner tile that the outer
-    tile visits. Returns the number of parts with visible pairs, the number of parts in which all pairs are visible, and
-    the number of tiles with a mask, in which a row group sees some pairs but not all.
+    tile visits. A tile needs a mask if some pairs of a part are visible, but not all.
+
+    Returns:
+        The number of parts with visible pairs, the number of parts in which all pairs are visible, and the number of
+        tiles that need a mask.
     """
     mask, outer_tile, inner_tile = walked(problem, pair, pass_)
     tokens, rows_of_group = math.prod(outer_tile), kernel.outer_tokens // kernel.row_groups
@@ -149,7 +152,10 @@ def test_parts_agree_with_walks_over_the_mask(pass_: Any) -> None:
 
 
 def test_additional_tokens_are_tiles_of_their_own() -> None:
-    """19 additional tokens add three tiles of 8, 8 and 3 tokens: inner tiles (forward) or outer tiles (backward)."""
+    """19 additional tokens add three tiles of 8, 8 and 3 tokens.
+
+    The added tiles are inner tiles in the forward pass, and outer tiles in the backward pass.
+    """
     problem, more = (a_problem((10, 6), (3, 3), dilation=(2, 1), additional_kv=n) for n in (0, 19))
     pair = (4, 3), (4, 2)
     plain, counts = (simulator.count_tiles(each, pair) for each in (problem, more))
@@ -159,7 +165,8 @@ def test_additional_tokens_are_tiles_of_their_own() -> None:
     assert counts.visible_pairs - plain.visible_pairs == counts.hull_pairs - plain.hull_pairs == 60 * 19
     plain, counts = (simulator.count_tiles(each, pair, "backward") for each in (problem, more))
     assert counts.outer - plain.outer == 3
-    # Each of the three visits all query tiles: 4, 4 and 2 rows by 3 and 3 columns.
+    # Each added tile visits all 3 x 2 query tiles. These tiles divide the 10 rows into 4, 4 and 2, and the 6 columns
+    # into 3 and 3.
     assert counts.inner - plain.inner == 3 * 3 * 2
     assert counts.full - plain.full == 2 * 2 * 2
     assert counts.hull_pairs - plain.hull_pairs == 60 * 19
@@ -177,8 +184,8 @@ def test_query_heads_that_share_keys_visit_them_in_the_backward_pass() -> None:
 def test_attention_of_unequal_lengths() -> None:
     problem = problem_of((250,), is_causal=True, operator="fmha", kv_layout=(100,), head_dim=128)
     counts = simulator.count_tiles(problem, ((50,), (25,)))
-    # The first query tile (queries 0-49) reads 2 key tiles, each of the other 4 query tiles reads 4. A key tile is full
-    # if all its keys precede the first query of the query tile.
+    # The first query tile (queries 0-49) reads 2 key tiles. Each of the other 4 query tiles reads 4 key tiles. A key
+    # tile is full if all its keys precede the first query of the query tile.
     assert (counts.outer, counts.inner, counts.full) == (5, 2 + 4 * 4, 0 + 2 + 3 * 4)
 
 
@@ -393,7 +400,7 @@ def test_calibrations_are_complete() -> None:
         calibration = simulator.calibration_for(model["family"], model["compute_capability"])
         assert calibration is not None
         assert all(map(native.limits, calibration.limits))
-        # Native kernels have limits and measured coefficients, Pallas kernels have neither.
+        # Calibrations of native kernels have limits and measured coefficients. Those of Pallas kernels have neither.
         assert bool(calibration.limits) == calibration.is_measured
         assert all(kernel.inner_tile > 0 for kernels in calibration.kernels.values() for kernel in kernels)
     assert simulator.calibration_for("hopper", (8, 0)) is None
@@ -410,7 +417,8 @@ def test_kernels_of_other_elements_have_times_of_their_own() -> None:
     assert MODEL.kernel(dataclasses.replace(problem, dtype="float8_e5m2"), pair, "forward") is None
 
 
-# Visible query/key pairs, from which floating-point operations are counted, compared with the dense mask.
+# The number of visible query/key pairs, compared with the dense mask. Floating-point operations are computed from this
+# number.
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -422,8 +430,8 @@ def test_flops_of_attention_between_sequences(queries: int, keys: int, is_causal
     assert tiles.visible_pairs(problem) == oracle.attention_mask(queries, keys, is_causal).sum()
 
 
-# The simulator recommends a dilation only if it saves at least 2% of the executed operations. No other dilation saves
-# 2% more.
+# The simulator recommends a dilation only if it saves at least 2% of the executed operations. The recommended dilation
+# executes at most 2% more operations than the best dilation.
 
 
 def test_no_dilation_is_better() -> None:

@@ -1,4 +1,7 @@
-"""Small-window kernels: predicted times compared with peak rates of the device, choice of ring kernels, and counts."""
+"""Small-window kernels: predicted times, and the choice of ring kernels.
+
+Predicted times are compared with peak rates of the device.
+"""
 
 from __future__ import annotations
 
@@ -139,8 +142,8 @@ def test_command_line_predictions_are_plausible(
         assert counts["visited_pairs"] - counts["hull_pairs"] < 0.3 * counts["visited_pairs"]
 
 
-# Choice between two kinds of kernels, and counts of ring kernels. A ring kernel moves along a strip of the layout, and
-# loads keys into a ring of buffers. The other kernels load all keys that a region of queries sees.
+# Choice between ring kernels and region kernels. A ring kernel moves along a strip of the layout, and loads keys into a
+# ring of buffers. A region kernel loads all keys that a region of queries sees.
 
 
 RING = "forward with a ring"
@@ -166,7 +169,10 @@ def launches(problem: Problem, capability: ComputeCapability | None = HOPPER) ->
 
 @pytest.mark.parametrize(("kernel_size", "are_tiles_small"), [(13, True), (33, False)])
 def test_windows_too_large_for_rings_have_other_kernels(kernel_size: int, are_tiles_small: bool) -> None:
-    """Windows of more than 400 keys use other kernels, because the estimates were fitted to smaller windows."""
+    """Windows of 33 x 33 keys use large-window kernels.
+
+    The time estimates that were fitted to windows of 100 to 400 keys are not used for such windows.
+    """
     request = Request(problem_of((96, 96), kernel_size, batch=1, heads=4, head_dim=32))
     plan = resolve(request, Device("cuda", HOPPER, is_present=False), "forward")
     assert (sorted(map(math.prod, plan.tiles)) == [8, 16]) == are_tiles_small
@@ -217,7 +223,7 @@ def test_key_biases_use_rings_only_on_hopper() -> None:
 
 
 def test_parts_of_a_layout_take_the_tiles_of_regions() -> None:
-    # Ring kernels need whole layouts. Parts of a layout use the tiles that are best for kernels with regions.
+    # Ring kernels need whole layouts. Parts of a layout use the tiles that are best for region kernels.
     problem = problem_of()
     whole, part, box = (
         resolve(Request(each, backend="cutlass-fna", parts=parts), Device("cuda", HOPPER, is_present=False), "forward")
