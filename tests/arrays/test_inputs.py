@@ -189,7 +189,7 @@ def test_heads_first_of_attention() -> None:
     query, key = heads_first(4, 64), heads_first(4, 96)
     with pytest.raises(ValueError, match=QUESTION):
         natten_jax.attention(query, key, key)
-    with pytest.raises(ValueError, match=r"\(heads_kv\)$"):  # does not ask if heads come first
+    with pytest.raises(ValueError, match=r"\(heads_kv\)$"):  # without the question about heads
         natten_jax.attention(jnp.ones((2, 64, 6, 8)), *[jnp.ones((2, 64, 4, 8))] * 2)
 
 

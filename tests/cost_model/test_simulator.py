@@ -400,7 +400,8 @@ def test_calibrations_are_complete() -> None:
         calibration = simulator.calibration_for(model["family"], model["compute_capability"])
         assert calibration is not None
         assert all(map(native.limits, calibration.limits))
-        # Calibrations of native kernels have limits and measured coefficients. Those of Pallas kernels have neither.
+        # Calibrations of native kernels have limits and measured coefficients. Calibrations of Pallas kernels have
+        # neither.
         assert bool(calibration.limits) == calibration.is_measured
         assert all(kernel.inner_tile > 0 for kernels in calibration.kernels.values() for kernel in kernels)
     assert simulator.calibration_for("hopper", (8, 0)) is None
