@@ -184,7 +184,7 @@ def test_results_and_gradients_without_races(which: str | int) -> None:
     ["ForwardBlock.multiply", "ForwardBlock.weigh", "BackwardBlock.multiply", "BackwardBlock._logit_gradients"],
 )
 def test_a_missing_wait_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter detects a missing wait in the warp that issues products, and in the warps that read logits."""
+    """The interpreter detects a missing wait in the warp that issues MMAs, and in the warps that read logits."""
     from natten_jax.backends.pallas import _blackwell_memory as gpu
 
     wait = gpu.wait

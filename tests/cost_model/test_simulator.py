@@ -259,8 +259,8 @@ def test_time_model() -> None:
     assert seconds(2, a_calibration()) == pytest.approx(2e-6 + 28e-6)
     least_bytes = simulator.simulate(problem, ((128,), (128,))).least_bytes
     assert seconds(calibration=a_calibration(byte=1e-11)) == pytest.approx(2e-6 + 1e-11 * least_bytes)
-    # 600 tiles on 100 SMs take six waves. With four waves or more (``counted_rounds``), SMs take tiles from a counter.
-    # Then, the last SM finishes half a wave (``tail``) after the average SM.
+    # 600 tiles on 100 SMs take six waves. With at least four waves (``counted_rounds``), tiles are assigned to SMs
+    # dynamically, by an atomic counter. The slowest SM then finishes half a wave (``tail``) later than the average SM.
     assert seconds(6, a_calibration(tail=0.5)) == pytest.approx(2e-6 + 6.5 * 14e-6)
     assert seconds(3, a_calibration(tail=0.5)) == pytest.approx(2e-6 + 3 * 14e-6)
     # If an SM runs two tiles at a time, three tiles per SM take two waves.

@@ -29,7 +29,8 @@ from tests.support.problems import Case
 pytestmark = pytest.mark.gpu
 
 
-#: Problems with tiles at all ends of the layout. In most of them, the last tiles are only partly filled.
+#: Problems with tiles at both ends of each dimension. In most problems, the last tiles of a dimension are only partly
+#: filled.
 PROBLEMS = {
     "13x13": Case((37, 33), (13, 13), heads=8, heads_kv=8, head_dim=64),
     "13x13, narrow": Case((34, 41), (13, 13), heads=8, heads_kv=8, head_dim=32),
@@ -59,9 +60,9 @@ def described(case: Case, dtype: str, copies: int = 1) -> Problem:
 
 
 def tiles_of(case: Case, dtype: str) -> tuple[TilePair, TilePair]:
-    """Return the fastest tiles of both passes with which all kernels have a ring.
+    """Return, for each pass, the fastest tiles with which all kernels of the pass have a ring.
 
-    With a relative bias table, the query gradient kernel may lack a ring.
+    With a relative bias table, only the last kernel of the pass must have a ring.
     """
     problem = described(case, dtype, COPIES)
 
@@ -96,7 +97,7 @@ def drawn(case: Case, dtype: str, gain: float = 1.0) -> Biased:
 
     Some biases are -inf and hide (mask out) keys. A relative bias hides one row of offsets in one head, so that every
     query still sees some keys. A key bias hides a third of the keys. It also hides all keys that the queries in a
-    corner see. For these queries, the cotangent of the logsumexp is zero.
+    corner see. Each of these queries has a logsumexp cotangent of zero.
     """
     kernel_size = case.window_arguments["kernel_size"]
     shape = (1, *case.layout, case.heads, case.head_dim)
@@ -120,7 +121,7 @@ def drawn(case: Case, dtype: str, gain: float = 1.0) -> Biased:
 def both_passes(
     case: Case, tiles: tuple[TilePair, TilePair], arrays: Biased
 ) -> tuple[tuple[jax.Array, jax.Array], oracle.Tensors]:
-    """Return output, logsumexp and gradients of ``COPIES`` copies of a batch entry. All share one relative bias."""
+    """Return output, logsumexp and gradients of ``COPIES`` copies of a batch entry, which share one relative bias."""
     query, key, value, bias, *cotangents = (jnp.repeat(array, COPIES, 0) for array in arrays)
     operands = oracle.Tensors(query, key, value, key_bias=bias)
     if case.relative_bias:
@@ -146,8 +147,9 @@ def test_biases(name: str, kind: str, dtype: str, gain: float) -> None:
     (out, logsumexp), gradients = both_passes(case, tiles_of(case, dtype), arrays)
     out_bound = gradient_bound = 3 * BOUNDS[dtype]
     if gain > 100:
-        # For most queries, one key has nearly all the weight, and the gradient is zero. Other gradients are small
-        # differences of rounded numbers. If outputs are rounded to bfloat16, the error is up to 3.9e-2 even in float64.
+        # For most queries, one key has nearly all the weight, and the gradient is zero. For the remaining queries,
+        # gradients are small differences of rounded numbers. If outputs are rounded to bfloat16, the errors of the
+        # gradients are up to 3.9e-2, even if all other computations are in float64.
         gradient_bound = 7e-2
         out_bound = out_bound if kind == "table" else gradient_bound
     mask, entries, key_bias_sum = case.mask(), case.entries(), np.zeros((1, *case.layout))
@@ -194,7 +196,7 @@ def test_a_call_with_a_bias_is_reproducible(name: str, kind: str) -> None:
 
 
 def test_heads_have_scales_sinks_and_tables_of_their_own() -> None:
-    """A call that is mapped over tables and scales agrees with separate calls."""
+    """Gradients that ``vmap`` maps over relative bias tables and scales agree with the gradients of separate calls."""
     case = biased("13x13, narrow", "table")
     *arrays, table, cotangent, _ = drawn(case, "bfloat16")
     batch = 4
@@ -232,7 +234,8 @@ def test_zero_biases_have_no_effect() -> None:
 # For random problems run ``python -m tests.fuzz --backend cutlass --direct --feature ring``.
 
 
-#: Problems with tiles at all ends of the layout. In most of them, the last tiles are only partly filled.
+#: Problems with tiles at both ends of each dimension. In most problems, the last tiles of a dimension are only partly
+#: filled.
 PLAIN_PROBLEMS = {
     "13x13": Case((61, 75), (13, 13), heads=8, heads_kv=8, head_dim=64, batch=8),
     "13x13, narrow": Case((62, 77), (13, 13), heads=8, heads_kv=8, head_dim=32, batch=8),
@@ -275,7 +278,7 @@ def test_rings_are_exact_to_rounding(name: str, gain: float, dtype: str) -> None
     case = PLAIN_PROBLEMS[name]
     operands = plain_arrays(name, dtype, gain)
     out, logsumexp = attend(name, operands)
-    # Compare only one batch entry and two heads. They do not depend on the other batch entries and heads.
+    # Compare only one batch entry and two heads. Their results do not depend on the others.
     entry, group = slice(5, 6), case.heads // case.heads_kv
     for head in (0, case.heads - 1):
         own, shared = slice(head, head + 1), slice(head // group, head // group + 1)
@@ -293,7 +296,8 @@ def test_heads_have_scales_and_sinks_of_their_own(name: str, gain: float, dtype:
     case = PLAIN_PROBLEMS[name]
     operands = plain_arrays(name, dtype, gain)
     scales = case.actual_scale * jnp.linspace(0.5, 1.5, case.heads)
-    # The first sinks have almost no weight, and the last sinks have more weight than all keys together.
+    # The sinks of the first heads have almost no weight. The sinks of the last heads have more weight than all keys
+    # together.
     sinks = jnp.linspace(-20.0, 20.0, case.heads) * gain
     out, logsumexp = attend(name, operands._replace(scale=scales, sinks=sinks))
     for head in (0, case.heads // 2, case.heads - 1):
@@ -327,7 +331,7 @@ def cotangent_of(query: jax.Array) -> jax.Array:
     return jax.random.normal(jax.random.key(9), query.shape, jnp.float32).astype(query.dtype)
 
 
-#: Problems for which the cost model offers backward tiles with a ring.
+#: Problems for which ``gradient_tiles`` finds backward tiles that select kernels with a ring.
 BACKWARD = [name for name in PLAIN_PROBLEMS if name != "causal clips"]
 
 
@@ -394,9 +398,10 @@ def test_a_number_that_is_not_finite_stays_in_its_entry_and_head() -> None:
 
 @pytest.mark.parametrize(("width", "tile"), [(32, (1, 4, 2)), (64, (1, 2, 4)), (64, (1, 4, 2))])
 def test_entries_that_are_alike_have_the_same_gradients(width: int, tile: tuple[int, ...]) -> None:
-    """Gradients of equal batch entries are bitwise equal, even if windows cover the whole dimension along a strip.
+    """Gradients of equal batch entries are bitwise equal, even if the window has the length of a strip.
 
-    All steps along the strip (``ring_shape.h``) then see the same tokens, so a step waits only for its own tiles.
+    Strips and steps are defined in ``ring_shape.h``. With such a window, all steps of a strip see the same tokens, so a
+    step waits only for its own tiles.
     """
     window: dict[str, Any] = {"kernel_size": (4, 5, 8), "is_causal": (False, True, False)}
     keys = jax.random.split(jax.random.key(7), 4)

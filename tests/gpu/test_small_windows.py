@@ -81,7 +81,7 @@ def test_large_logits_lose_no_digits(dtype: str, amplitude: float, offset: float
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_logsumexp_of_one_key_is_its_logit(dtype: Any) -> None:
-    """The logsumexp of a small logit keeps its precision. The logarithm of an exponential near 1 would lose it."""
+    """The logsumexp of a single small logit is accurate, although the exponential of the logit is near 1."""
     query, key, value = draw(0, 2, 12, 3, 32), draw(1, 2, 1, 3, 32), draw(2, 2, 1, 3, 32)
     query = (query * 1e-3).astype(dtype)
     key, value = key.astype(dtype), value.astype(dtype)
@@ -118,7 +118,7 @@ def symbols(function: Any, *arrays: Any) -> set[str]:
 def test_gradients_of_some_queries_that_see_all_keys(queries: int, key_bias: str | None) -> None:
     """The window is the whole layout, which fits in a thread block, but there are fewer queries than keys.
 
-    The call becomes attention without a query origin.
+    The operator then computes plain attention, which needs no query origin.
     """
     case = Case((62,), (62,), box=(queries,), origins=((1,),), batch=2, heads=3, heads_kv=3, head_dim=32)
     case = dataclasses.replace(case, key_bias=key_bias)

@@ -26,7 +26,7 @@ _COLLECTIVES = "all_gather", "all_reduce", "all_to_all", "collective_permute", "
 
 @contextlib.contextmanager
 def fake_gpu(name: str) -> Iterator[None]:
-    """Let this process lower programs as on a machine that has a GPU, and a build with kernels for this GPU."""
+    """Let this process lower programs as if the machine had the named GPU, and the build had kernels for it."""
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(patch)
         build = {**native.build_info(), "cuda_architectures": ["80", "90a"]}
@@ -43,7 +43,7 @@ class Case:
 
     Attributes:
         call: The call that the program makes.
-        targets: Name prefix of the custom calls that the program must contain, by GPU.
+        targets: For each GPU, the name prefix of the custom calls that the program must contain.
         passes: Passes to lower, from ``forward`` and ``gradients``.
         mesh: Kind of sharding: ``shard_map``, or a mesh with ``auto`` or ``explicit`` axes. ``None`` for one device.
         spec: Mesh axes over which the dimensions of query, key and value are sharded.
@@ -192,9 +192,9 @@ def lines_of(case: Case, function: Callable[[Mapping[str, Any]], Any]) -> list[s
 class Reader:
     """Describes the custom calls of a StableHLO module.
 
-    The description of an operand contains its type and the program's arguments on which it depends. If two operands of
-    the same type are exchanged, the description therefore changes. The body of a function is
-    read once per call of the function.
+    The description of an operand contains its type and the program's arguments on which it depends. The description
+    therefore changes if two operands of the same type trade places. The body of a function is read once per call of the
+    function.
     """
 
     def __init__(self, module: Any, arguments: Sequence[str]) -> None:

@@ -85,7 +85,7 @@ def _signature(value: Any) -> str:
 
 
 class _CapturedError(Exception):
-    """Raised when a command parses its arguments. It ends the command and holds the parser."""
+    """Raised when a command parses its arguments: it ends the command, and passes the parser to ``_flags``."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser

@@ -1,7 +1,7 @@
 """Malformed direct calls of the custom call targets must raise errors with messages, and must not crash the process.
 
-The calls run in separate processes. A process reports before and after each call. If a call crashes its process, only
-this call fails, because a new process runs the remaining calls.
+The calls run in separate processes. A process prints a line before and after each call. If a call crashes its process,
+only this call fails, because a new process runs the remaining calls.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.support.programs import run_python
 TARGET_PARAMETERS = [pytest.param(target, id=target.label, marks=target.marks) for target in TARGETS]
 
 
-#: Maximum number of cases per process. There are many, because starting a process takes as long as some tens of calls.
+#: Maximum number of cases per process. It is large, because starting a process takes as long as tens of calls.
 AT_ONCE = 275
 
 
 def groups() -> dict[str, tuple[Target, list[str]]]:
-    """Return groups of cases by name. A group is a target and the names of its cases, which one process runs."""
+    """Return groups of cases by name. A group is a target and the names of the cases that one process runs."""
     found = {}
     for target in TARGETS:
         names = [name for name, (own, _) in CASES.items() if own is target]
@@ -98,7 +98,7 @@ def operator_attributes(call: Call) -> dict[str, Any]:
 
 
 def sinks_of(call: Call) -> np.ndarray | None:
-    """Return the sinks of a forward call, or ``None``. Most targets have sinks in the array of per-head scales."""
+    """Return the sinks of a forward call, or ``None``. Most targets take sinks as a part of the array ``scales``."""
     sinks = call.operands.get("sinks", call.operands["scales"][..., 1:])
     return sinks[0, :, 0] if sinks.size else None
 
@@ -106,7 +106,7 @@ def sinks_of(call: Call) -> np.ndarray | None:
 @pytest.mark.parametrize("has_arrays", [True, False])
 @pytest.mark.parametrize("target", TARGET_PARAMETERS)
 def test_unchanged_call_runs(target: Target, has_arrays: bool) -> None:
-    """The valid call succeeds. Malformed calls are changed valid calls, so their errors come from the changes."""
+    """A valid call succeeds. Each malformed call is a valid call with one change, so the change causes its error."""
     call = good_call(target)
     if target.has_problem and not has_arrays:
         call.operands["origins"] = call.operands["origins"][:0]

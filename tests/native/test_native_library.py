@@ -74,8 +74,8 @@ def test_only_required_symbols_are_exported(library: str) -> None:
 def test_kernels_share_no_cpp_library() -> None:
     """The kernel library must not contain or load a C++ standard library.
 
-    When each library contained a copy, error messages used the streams of the copy that the process loaded first, and
-    crashed.
+    In earlier builds, each native library contained a copy. Code that formatted error messages then used the streams of
+    the copy that the process had loaded first, and crashed.
     """
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("libnatten_jax", "--dynamic"))
     assert needed
@@ -94,7 +94,7 @@ def test_libraries_are_hardened(library: str) -> None:
 
 @pytest.mark.skipif(not SOURCES.is_dir(), reason="there is no clone")
 def test_every_module_declares_that_it_needs_no_gil() -> None:
-    """A module must declare that it needs no GIL. Otherwise, a free-threaded interpreter enables the GIL at its import.
+    """A module must declare that it needs no GIL. Otherwise, a free-threaded interpreter enables the GIL on import.
 
     The test reads the source code, because only modules for free-threaded interpreters contain the declaration.
     """
@@ -115,7 +115,7 @@ def test_a_free_threaded_interpreter_stays_without_a_gil() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(program), str(file_of("_native"))], check=True)
 
 
-# Kernels that were compiled with a CUDA version that differs from the version of JAX's plugin.
+# Kernels compiled with one CUDA version, and JAX plugins for the same or another CUDA version.
 
 
 def install(monkeypatch: pytest.MonkeyPatch, built: str | None, plugins: Sequence[str]) -> None:
@@ -175,7 +175,8 @@ def test_in_place_results_are_not_slices_of_other_arrays(replaces: int | None) -
 
 
 # Memory for relative biases in small-window kernels. A record holds the sums of logit gradients of a query tile: one
-# sum per offset. It has room for all offsets of a tile. The lanes of a warp read table entries from different banks.
+# sum per offset between a query and a key. It has room for all offsets of a tile. The lanes of a warp read entries of
+# the bias table from different banks.
 
 
 #: Number of words in the header of a record.
@@ -183,7 +184,7 @@ _HEADER = 4
 
 
 def offsets_of_tiles(mask: np.ndarray, tile: int) -> list[int]:
-    """Return the number of offsets between queries and their keys for each query tile."""
+    """Return, for each query tile, the number of different offsets from its queries to the keys that they see."""
     found = []
     for first in range(0, len(mask), tile):
         queries, keys = np.nonzero(mask[first : first + tile])
@@ -204,7 +205,8 @@ def test_records_cover_the_keys_that_tiles_see(tile: int, edges: Edge, is_causal
         problem = problem_of((extent,), kernel_size, stride, is_causal=is_causal, edges=edges)
         mask = oracle.line_mask(extent, kernel_size, stride, 1, is_causal, edges)
         found = native.bias_sums(axis_rows(problem), (1, 1, extent), (1, 1, tile), (1, 1, 8))
-        # A record has one more number than offsets, because the gradients of some queries are stored one number later.
+        # A record needs room for one number more than there are offsets, because the gradients of some queries are
+        # stored one position later.
         assert found.record - _HEADER >= max(offsets_of_tiles(mask, tile)) + 1
         assert found.tiles == -(-extent // tile)
         assert found.record <= 2 * kernel_size + 16 + _HEADER
@@ -221,7 +223,7 @@ def test_tiles_of_all_dilation_groups_are_counted() -> None:
 def test_tiles_do_not_extend_a_dimension_of_one_token(pass_: Pass) -> None:
     """Tiles have extent 1 in dimensions of one token.
 
-    Otherwise, gradients of logits of nonexistent queries would be added to the sums.
+    A larger tile would contain nonexistent queries, and would add the gradients of their logits to the sums.
     """
     backend, device = backends.find("cutlass-fna", "fna"), Device("cuda", (9, 0), is_present=False)
     rows = 0 if pass_ == "forward" else 1

@@ -52,22 +52,23 @@ def test_counters_of_small_window_kernels_fit_32_bits(answers: list[str]) -> Non
 
 
 def test_boxes_and_tables_have_room_for_layouts_of_all_lengths(tmp_path: Path) -> None:
-    """In short layouts, some keys are near both ends. The most queries see these keys, which need the most memory."""
+    """In short layouts, some keys are near both ends. They need the most memory, because the most queries see them."""
     sources = [f"cuda/small/{name}.cpp" for name in ("region", "region_shape", "region_time", "ring_shape")]
     regions, *too_small = map(int, output_of("region_boxes", sources, tmp_path, options=["-O1"]).split())
     assert regions > 1000
     assert too_small == [0, 0]
 
 
-# CTAs of ring kernels get about equally many slow strips. Strips are the parts of a layout along which CTAs move.
+# The CTAs of a ring kernel process about equal numbers of slow strips. A strip is a part of the layout that extends
+# from one end to the other.
 
 
 def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None:
-    """Strips next to a border take longer than others.
+    """Strips next to a border (border strips) take longer than others.
 
     The assignment of strips to CTAs rotates from round to round. The test counts the border strips of each CTA. The
-    maximum must be at most one more than the average, rounded up. It must not exceed the maximum without rotation, and
-    must be smaller for some layouts.
+    largest count must be at most the average, rounded up, plus one. For each layout, it must be at most the largest
+    count without rotation. For some layouts, it must be smaller.
     """
     sources = [f"cuda/small/{name}.cpp" for name in ("ring_balance", "ring_shape")]
     output = output_of("ring_rotation", sources, tmp_path, options=["-O1"])
@@ -80,7 +81,7 @@ def test_no_cta_has_many_of_the_strips_that_take_longest(tmp_path: Path) -> None
     assert any(most < most_without for _, most, most_without, _ in layouts)
 
 
-# CPU kernels flush denormals on every thread that takes part. Afterwards, they restore the floating-point mode of each
+# CPU kernels flush denormals on every thread that they use. Afterwards, they restore the floating-point mode of each
 # thread.
 
 
@@ -102,10 +103,10 @@ def test_denormals_are_zero_in_kernels_and_nowhere_else(machine: str, tmp_path: 
     assert found.stdout.splitlines() == ["zero zero kept kept"] * 2
 
 
-#: CMake code that replaces pybind11, which is installed only during builds.
+#: CMake definition of the only function of pybind11 that the build calls. pybind11 is installed only during builds.
 PYBIND11 = "function(pybind11_add_module name)\n  add_library(${name} MODULE ${ARGN})\nendfunction()\n"
 
-#: Parts of options that only the GNU linker and GNU libraries support.
+#: Strings that occur only in linker options for the GNU linker and GNU libraries.
 GNU = ("-Wl,-z", "version-script", "gc-sections", "exclude-libs", "-static-libstdc++", "-static-libgcc", "$ORIGIN")
 
 #: CMake code with settings that CMake would detect on a Mac.

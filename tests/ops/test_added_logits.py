@@ -33,7 +33,7 @@ CASES = {
     "extents": Case((14,), (5,), batch=2, heads=2, extents=((9,), (14,)), key_bias="heads", sinks=True),
     "attention": Case((40,), queries=25, is_causal=(True,), heads=2, heads_kv=2, key_bias="heads", sinks=True),
 }
-#: Problems that run in different forms of the GPU kernels.
+#: Problems for GPUs. Each runs in another form (variant) of the GPU kernels.
 GPU_CASES = {
     "7x7": Case((20, 20), (7, 7), heads=2, heads_kv=2, head_dim=32, relative_bias=True, key_bias="heads", sinks=True),
     "7x7 of keys": Case((20, 20), (7, 7), heads=2, heads_kv=2, head_dim=32, key_bias="heads", sinks=True),
@@ -42,7 +42,7 @@ GPU_CASES = {
     "13x13, table": Case((33, 32), (13, 13), heads=2, heads_kv=2, head_dim=64, relative_bias=True),
     "33x33": Case((40, 40), (33, 33), heads=2, heads_kv=2, head_dim=128, key_bias="heads", sinks=True),
 }
-#: Replacements of numbers: operand, new number, and extent of the replaced part.
+#: Replacements in operands: name of the operand, new number, and the elements that it replaces (``Spoiled.extent``).
 SPOILED = [
     *(
         (name, number, extent)
@@ -64,7 +64,7 @@ def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed:
 
 
 def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
-    """List the errors in the results of a problem with each replacement in ``spoiled``, using one compiled program."""
+    """Run a problem once for each replacement in ``spoiled``, in one compiled program, and list wrong results."""
 
     run = jax.jit(both_passes(problem.case.operator(problem.backend)), compiler_options=QUICK_COMPILATION)
 
@@ -84,7 +84,7 @@ def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
 
 
 def check(family: Family, case: Case, dtype: str, *, is_narrow: bool = False, without: Collection[str] = ()) -> None:
-    """Check the results with every replacement in ``SPOILED``, except replacements by a number in ``without``."""
+    """Check the results with every replacement in ``SPOILED``, except those whose new number is in ``without``."""
     problem = problem_of(family, case, dtype)
     operands, _ = problem.inputs()
     spoiled = [
@@ -143,7 +143,7 @@ def test_half_precision_masks_hide_by_their_own_minimum(family: Family, half: st
 
 
 def test_sums_of_finite_biases_hide_no_key(family: Family) -> None:
-    """Kernels compare each bias with the limit that hides keys. The sum of biases may overflow, and is not compared."""
+    """A bias of at most ``finfo.min / 2`` hides its key. The sum of two larger biases can be lower and hides no key."""
     case = dataclasses.replace(CASES["all"], sinks=False)
     problem = problem_of(family, case, family.dtype)
     if len(problem.description().biases) < 2:
@@ -164,7 +164,7 @@ def test_sums_of_finite_biases_hide_no_key(family: Family) -> None:
 
 @pytest.mark.parametrize("low", [-1e9, -3e13, -1e30, -1.7e38])
 def test_low_products_of_queries_and_keys_have_equal_weights(family: Family, low: float) -> None:
-    """If all keys are equal, they have equal weights, even if their logit is very low."""
+    """Equal keys have equal weights, even if the logit that they share is very low."""
     dtype = "bfloat16" if "bfloat16" in family.dtypes else family.dtype
     root = float(np.sqrt(-low / 8))
     query = jnp.full((1, 21, 2, 8), root, dtype)
@@ -225,7 +225,8 @@ def test_equal_sinks_and_biases_share_weight(low: float) -> None:
 
     mean = value[0, 1:4].mean(0)
     np.testing.assert_allclose(attend(jnp.float32(low))[0, 2], 0.75 * mean, rtol=0.01)
-    # The next lower float32 number is lower by at least 64. A sink with this number has almost no weight and gradient.
+    # The next float32 number below ``low`` is smaller by at least 64. A sink with this logit has almost no weight, and
+    # almost no gradient.
     lower = jnp.nextafter(jnp.float32(low), -jnp.inf)
     out, pullback = jax.vjp(attend, lower)
     np.testing.assert_allclose(out[0, 2], mean, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Calls check ``attention_kwargs`` even if they do not use this argument."""
+"""Operators check ``attention_kwargs`` even if the call ignores this argument."""
 
 from __future__ import annotations
 

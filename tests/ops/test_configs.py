@@ -90,7 +90,7 @@ def _spread(configs: list[Any]) -> list[Any]:
 
 
 def every_pair(family: Family, operator: str, *arrays: Any, **window: Any) -> list[dict[str, Any]]:
-    """Return tile arguments of the minimum number of calls in which every listed pair of both passes occurs."""
+    """Return the tile arguments of a minimum number of calls that together use every listed tile pair of each pass."""
     suffix = "shape" if operator == "fna" else "size"
     listed = {
         "" if pass_ == "forward" else "backward_": _spread(family.query(operator, pass_)(*arrays, **window))
@@ -129,7 +129,7 @@ def test_every_listed_tile_shape_runs_and_is_right(family: Family, rank: int) ->
 def test_tiles_of_more_than_128_queries_are_right(
     family: Family, rank: int, q_tile: tuple[int, ...], kv_tile: tuple[int, ...]
 ) -> None:
-    layout = {1: (600,), 2: (33, 34), 3: (6, 17, 13)}[rank]  # the last tiles are partial
+    layout = {1: (600,), 2: (33, 34), 3: (6, 17, 13)}[rank]  # the last tile of each dimension is partly filled
     case = dataclasses.replace(
         EVERY_TILE[rank], layout=layout, head_dim=128, heads=2, batch=2, additional=9, fused=True
     )

@@ -38,7 +38,7 @@ def test_edges_that_make_no_difference_are_shifted() -> None:
     whole = na2d(query, key, value, LAYOUT, edges="wrap")
     flat = attention(*(array.reshape(2, 60, *array.shape[3:]) for array in (query, key, value)))
     np.testing.assert_array_equal(whole.reshape(flat.shape), flat)
-    # A cut window of the layout's size does not: the part past an end is cut off.
+    # A cut window of the layout's size does not contain the whole layout: the part past an end is cut off.
     assert not problem_of((8,), 8, edges="cut").is_attention
 
 

@@ -23,8 +23,8 @@ from tests.support.problems import Case, both_passes, element_types, errors_of, 
 
 # Gradients at large logits ------------------------------------------------------------------------------------------
 
-#: Magnitudes of the largest logit of a problem. Consecutive float32 numbers differ by 0.00012 at the first magnitude,
-#: and by 128 at the last.
+#: Magnitudes of the largest logit of a problem. Consecutive float32 numbers differ by 0.00012 at the smallest
+#: magnitude, and by 128 at the largest.
 LADDER = (2e3, 2e5, 2e7, 2e8, 2e9)
 
 CASES = {
@@ -61,7 +61,7 @@ def flat(array: Any) -> Any:
 
 
 def climbed(case: Case, function: Callable[[oracle.Tensors], Any], dtype: str) -> dict[tuple[float, str], float]:
-    """Return the error of each result for each magnitude in ``LADDER``, by magnitude and name of the result."""
+    """Return the error of each result at each magnitude in ``LADDER``. Keys are the magnitude and the result's name."""
     differentiated = jax.jit(both_passes(function))
     cotangents, found = case.cotangents(dtype, 0), {}
     for largest in LADDER:
@@ -84,9 +84,9 @@ def test_gradients_at_large_logits(family: Family, dtype: str, name: str) -> Non
 
 
 def test_large_logits_of_other_forward_passes(pure_family: Family) -> None:
-    """Backward passes accept the logsumexp of another forward pass, which is rounded to float32.
+    """A backward pass accepts a logsumexp that is computed elsewhere and rounded to float32.
 
-    They normalize the weights with a logsumexp that they compute from their own logits.
+    It normalizes the weights with a logsumexp that it computes from its own logits.
     """
     case = CASES["1d-small"]
     cotangents = case.cotangents("float32", 0)
@@ -118,9 +118,10 @@ def test_large_logits_in_a_part_of_a_mapped_axis(pure_family: Family) -> None:
 
 @pytest.mark.parametrize(("unit", "tokens"), [(32, (5, 290)), (2, (5, 6))], ids=["far", "near"])
 def test_largest_logits_one_unit_apart(family: Family, dtype: str, unit: int, tokens: tuple[int, int]) -> None:
-    """The dot product with a later key exceeds the one with an earlier key by one unit in the last place of float32.
+    """The two largest dot products of a query with keys differ by one unit in the last place of float32.
 
-    After the multiplication by the scale, rounding errors may exceed the difference.
+    The later of these two keys has the larger dot product. After the multiplication by the scale, rounding errors may
+    exceed the difference.
     """
     scale, q = 32.0, 2.0**14
     in_base_2 = float(np.float32(scale) * np.float32(np.log2(np.e)))
@@ -131,7 +132,7 @@ def test_largest_logits_one_unit_apart(family: Family, dtype: str, unit: int, to
         rounded = np.float32(larger)
         return smaller - float(rounded if float(rounded) <= larger else np.nextafter(rounded, np.float32(0)))
 
-    # With a unit of 32, this difference is more than 160, and 2 to its power exceeds the range of float32.
+    # With a unit of 32, the difference that ``stays_above`` returns exceeds 160, and 2**160 overflows float32.
     mantissa = next(m for m in range(2**24 - 2, 0, -1) if stays_above(m) > 5 * unit)
     case = Case((300,), queries=70, scale=scale, head_dim=16)
     with element_types(dtype):

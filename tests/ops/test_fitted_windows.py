@@ -46,8 +46,8 @@ _WITH_TABLES = [
     for each in FAMILIES
     if "relative_bias" in each.backend.capabilities.takes and not each.needs_gpu
 ]
-#: Requested window arguments, and the problem with clamped windows. The relative bias has the table for the requested
-#: ``kernel_size``, which is ``table_size`` in the problem.
+#: Requested window arguments, and the equivalent problem with clamped windows. The relative bias table has the shape
+#: for the requested ``kernel_size``, which the problem has as ``table_size``.
 CLAMPED_WITH_TABLES: dict[str, tuple[dict[str, Any], Case]] = {
     "published": (
         {"kernel_size": 7, "dilation": 2},

@@ -38,7 +38,7 @@ na2d: Any = natten_jax.na2d
 
 attention: Any = natten_jax.attention
 
-#: Runs a test for each family that converts 8-bit arrays to a wider type and needs no GPU.
+#: Mark that runs a test for each family that converts 8-bit arrays to a larger type and needs no GPU.
 TAKING = pytest.mark.parametrize(
     "tested",
     [
@@ -69,9 +69,9 @@ def assert_close(one: Any, other: Any, rtol: float = 0, atol: float = 0) -> None
 def bound_of(out_dtype: str, merged: bool = False) -> dict[str, float]:
     """Return error bounds of output and logsumexp.
 
-    The compute types represent 8-bit numbers exactly, so the output has one large rounding error: its conversion to
-    ``out_dtype``. With ``merged``, each part of the output is also converted before the merge. The weights of the parts
-    add up to one, so the sum of their errors is at most one more rounding error.
+    The compute types represent 8-bit numbers exactly, so the output has one large rounding error, which comes from its
+    conversion to ``out_dtype``. With ``merged``, the output is a weighted sum of outputs that were also converted to
+    ``out_dtype``. The weights add up to one, so these conversions together add at most one rounding error.
     """
     rounding = float(jnp.finfo(out_dtype).eps) / 2
     return {"out": BOUNDS["float32"] + rounding * (2 if merged else 1), "lse": BOUNDS["float32"]}
@@ -392,8 +392,8 @@ def test_elements_are_off_by_half_of_their_last_bit(dtype: str, bits: int, most:
     elif scale == "block":
         wide = wide.repeat(3, axis=1).repeat(3, axis=2)[:, :9, :7, :, None]
     found, expected = np.asarray(small, np.float64) * wide, np.asarray(array, np.float64)
-    # The exponent of an element determines the value of its last bit. For subnormal numbers, use the smallest normal
-    # exponent.
+    # The exponent of an element determines the value of its least significant bit. Subnormal numbers have the exponent
+    # of the smallest normal number.
     exponent = np.maximum(np.floor(np.log2(np.abs(expected / wide))), np.log2(float(jnp.finfo(small.dtype).tiny)))
     assert (np.abs(found - expected) <= wide * 2.0 ** (exponent - bits - 1) * (1 + 1e-5)).all()
     axes = {"tensor": None, "head": (1, 2, 4), "block": None}[scale]
@@ -429,7 +429,7 @@ def test_rotation_spreads_an_outlier_over_features() -> None:
     array = jnp.zeros(SHAPE).at[..., 5].set(8)
     small, factors, _ = quantize(array, rotate=True)
     np.testing.assert_allclose(sizes(small), 448)
-    np.testing.assert_allclose(factors * 448, 2)  # the outlier divided by the square root of 16 features
+    np.testing.assert_allclose(factors * 448, 2)  # rotation divides the outlier, 8, by the square root of 16 features
 
 
 def test_zeros_and_tiny_numbers() -> None:

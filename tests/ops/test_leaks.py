@@ -14,8 +14,8 @@ from tests.fuzz.spoiled import EXTENTS, NAMES, NUMBERS, Spoiled
 from tests.support.families import Family
 from tests.support.problems import Case
 
-#: Problems and their tile arguments, by name. Tiles have room for more tokens than kernels load into them. With GPU
-#: kernels, the batch is 150 times as large, so that each SM computes several batch entries in sequence.
+#: Problems and their tile arguments, by name. Tiles have room for more tokens than kernels load into them. GPU
+#: kernels run with 150 times the batch size, so that each SM computes several batch entries in sequence.
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "wide-values": (Case((48,), (16,), head_dim=64, head_dim_v=192, batch=3), {}),
     "wider-values": (Case((48,), (16,), head_dim=72, head_dim_v=200, batch=3), {}),
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -> list[Fuzzed]:
-    """Return each case once per array, with a non-finite number in this array. The kinds of number alternate."""
+    """Return each case once per array, with NaN or an infinity in this array."""
     found = []
     for name in names:
         case, tiles = CASES[name]
@@ -69,7 +69,7 @@ def problems_of(family: Family, dtype: str, names: list[str], is_direct: bool) -
     return found
 
 
-#: Names of the problems that run in one program.
+#: Groups of problems. All problems of a group run in one compiled program.
 TOGETHER = (
     ("wide-values", "narrow-heads", "small-windows"),
     ("wider-values", "narrow-values", "groups-without-keys"),

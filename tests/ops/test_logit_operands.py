@@ -72,8 +72,8 @@ def _arrays(family: Family, heads: int = 3) -> Any:
 
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
 def test_steep_logits_are_as_accurate_as_with_a_number(family: Family, dtype: str, operator: str) -> None:
-    # This scale is not a power of two. A 16-bit query that is multiplied by it would be rounded, which would cause an
-    # error of 0.06 in the output.
+    # This scale is not a power of two. If a 16-bit query were multiplied by it, the product would be rounded. The
+    # rounding would cause an error of 0.06 in the output.
     number = 128**-0.5
     plain = Case((48,), (21,), heads=2, heads_kv=2, head_dim=128).fitted(family)
     if operator == "fmha":
@@ -140,8 +140,8 @@ def test_a_traced_scale_that_no_number_could_be_gives_nan(native_family: Family,
 @pytest.mark.parametrize("scale", [LARGEST * (1 - 1e-6), -LARGEST * (1 - 1e-6), 1e38])
 @pytest.mark.parametrize("is_operand", [False, True])
 def test_the_largest_scales_are_used_as_given(backend: str, scale: float, is_operand: bool) -> None:
-    # ``tiny``, its products with the keys, and the differences of these products are normal numbers. Subnormal numbers
-    # may be flushed to 0.
+    # The query is ``tiny`` so that the logits stay finite. Its products with the keys, and the differences of the
+    # products, are normal numbers: subnormal numbers might be flushed to 0.
     tiny = 2.0**-125
     query = jnp.array([tiny, 0.0]).reshape(1, 2, 1, 1)
     numbers = np.array([1.0, 1.5, 2.0])
@@ -295,7 +295,7 @@ def _has_float64() -> Iterator[None]:
 
 
 def operand(name: str, dtype: str) -> jax.Array:
-    """Return an operand whose numbers every dtype represents exactly. Except in scales, some of them are -inf."""
+    """Return an operand whose elements every dtype represents exactly. In biases and sinks, some elements are -inf."""
     rng = np.random.default_rng(0)
     numbers = rng.integers(-8, 8, SHAPES[name]) / 4
     is_hidden = (rng.random(SHAPES[name]) < 0.2) & (name != "scale")

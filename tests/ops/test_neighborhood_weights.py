@@ -142,7 +142,7 @@ def test_gradients_keep_no_copy_of_the_keys_for_each_place() -> None:
     analysis = compiled.memory_analysis()
     assert analysis is not None
     copies = analysis.temp_size_in_bytes / (40 * 40 * 64 * 4)
-    assert copies < 20, copies  # with a copy per position of a window, there would be 49
+    assert copies < 20, copies  # one copy for each of the 49 positions of a window would be too many
 
 
 def test_half_precision_and_float64() -> None:

@@ -191,7 +191,7 @@ PARTS = part_problems()
 
 
 def part_request(case: Case, operands: oracle.Tensors, backend: str | None) -> tuple[Request, Problem]:
-    """Return the request and the problem of the whole layout. Tests compute a part of this problem."""
+    """Return a problem with the whole layout, and its request. Tests compute a part of this problem."""
     problem = neighborhood_problem(
         case.rank, Inputs(*operands[:5]), WindowArguments(**case.window_arguments), case.scale
     )
@@ -200,7 +200,7 @@ def part_request(case: Case, operands: oracle.Tensors, backend: str | None) -> t
 
 @pytest.mark.parametrize("name", PARTS)
 def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: str) -> None:
-    """Call an operator with some queries and the keys that they see, and the origins of both in the whole layout."""
+    """Call an operator with a part of the queries, the keys that they see, and the origins of queries and keys."""
     case, queries, keys = PARTS[name]
     operands = case.operands(family.dtype, 0)
     request, _ = part_request(case, operands, family.fna)
@@ -244,10 +244,10 @@ def test_part_of_a_layout_equals_that_part_of_the_whole(family: Family, name: st
 
 
 def test_parts_of_the_keys_merge_to_the_whole(family: Family) -> None:
-    """Merge the results for parts of the keys.
+    """Split the keys into parts, compute attention to each part, and merge the results.
 
-    If a query sees no key of a part, this part's output is 0 and its logsumexp is -inf. The part then does not affect
-    the merged output and the gradients.
+    If a query sees no key of a part, the result for this part is an output of 0 and a logsumexp of -inf. The part then
+    does not affect the query's merged output and gradients.
     """
     case = Case((40,), (7,), stride=(2,), heads=2)
     operands = case.operands(family.dtype, 0)

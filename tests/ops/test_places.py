@@ -15,7 +15,7 @@ from natten_jax import attention, na1d, na2d
 from tests.support.families import Family
 from tests.support.problems import Case, Trial, check_all
 
-# Boxes and upsampled queries, and invalid arguments of all three features.
+# Queries in a box, upsampled queries, and invalid arguments for boxes, upsampling and padding.
 
 
 def test_one_program_for_all_origins() -> None:
@@ -37,7 +37,7 @@ def test_one_program_for_all_origins() -> None:
         token = jnp.stack([query[0, first], query[1, second]])[:, None]
         found = decode(token, jnp.array([[first], [second]], jnp.int32))
         np.testing.assert_allclose(found[:, 0], [whole[0, first], whole[1, second]], atol=2e-6)
-    assert len(traced) == 2  # traced twice: with a shared position, and with a position per entry
+    assert len(traced) == 2  # traced once for a shared position, and once for a position per batch entry
 
 
 _TOKENS, _FEW = jnp.ones((2, 6, 9, 4, 8)), jnp.ones((2, 3, 4, 4, 8))

@@ -10,7 +10,8 @@ from tests.fuzz.features import draw_with
 from tests.fuzz.problem import Fuzzed
 from tests.support.families import Family
 
-#: Features that all problems of a test have, and the number of problems per family. Other features are random.
+#: For each test, the features that all its problems have, and the number of problems per family. Each problem also has
+#: random other features.
 FEATURES = {
     ("query_origin",): 12,
     ("extents",): 16,

@@ -119,7 +119,7 @@ def test_a_plan_has_the_precision_of_its_call(precision: str | None) -> None:
 
 @pytest.mark.parametrize("backend", ["flex-fna", "cutlass-fna"])
 def test_backends_read_precision_only_from_the_plan(backend: str) -> None:
-    """A pass may be traced long after its call. JAX's precision option may then have another value than at the call."""
+    """A pass may be traced long after its call. JAX's precision option may have changed by then."""
     array: Any = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.float32)
     programs = []
     for around in (None, "tensorfloat32"):
@@ -231,7 +231,7 @@ def test_another_default_is_respected(fake_gpu: None, chosen: str) -> None:
     with jax.default_device("cpu" if chosen == "cpu" else host):
         assert default_jax_device() == host
         assert default_device() == CPU
-        assert local_devices() == (CPU, HOPPER_DEVICE)  # includes the GPU, because arrays may be on either device
+        assert local_devices() == (CPU, HOPPER_DEVICE)  # with the GPU: it may hold arrays
         assert [*lowering_targets().values()][:2] == [CPU, HOPPER_DEVICE]
     assert default_device() == HOPPER_DEVICE
 

@@ -24,7 +24,7 @@ from .conftest import Profiler
 
 PROBLEM = "-i 6 8 -w 3 5 -b 8 -n 8 -d 16 --dtype fp32 --warmup-steps 1 --iterations 3"
 
-#: Flags, shape of a device's shard (batch, heads, key/value heads), and names of the collectives in an iteration.
+#: Each row: flags, sizes of a device's shard (batch, heads, key/value heads), and kinds of collectives in an iteration.
 RUNS: tuple[tuple[str, tuple[int, int, int], Iterable[str]], ...] = (
     ("--devices 8 --backprop", (1, 8, 8), {}),
     ("--devices 4 --split heads --backprop", (8, 2, 2), {}),

@@ -172,7 +172,7 @@ def test_dry_run_of_self_attention_also_lists_tiles_of_windows(
 
 
 def test_dry_run_of_an_attention_backend_lists_only_its_tiles(profiler: Profiler) -> None:
-    for name in ("flex-fmha", "flex-fna"):  # NATTEN's documentation uses both names
+    for name in ("flex-fmha", "flex-fna"):  # NATTEN's documentation passes both kinds of names to --fmha-backend
         output = profiler(f"-i 16 16 --dry-run --fmha-backend {name}").out
         assert "compatible with backend flex-fmha." in output and "-fna" not in output
 
@@ -222,7 +222,7 @@ def test_comparison_and_every_file(tmp_path: Path, profiler: Profiler, capsys: p
     assert (tmp_path / "result.png").stat().st_size > 1000
     assert list((tmp_path / "trace").glob("**/*.xplane.pb"))
 
-    # Read the kept trace with the trace command, which gets only the trace.
+    # Read the kept trace with the trace command. This command reads nothing but the trace.
     assert trace_program.main([str(tmp_path / "trace"), "--module", "jit_profiled_0"]) == 0
     output = capsys.readouterr().out
     assert "FnaForward" in output
@@ -299,7 +299,7 @@ def test_the_static_model_is_the_slowest_of_products_softmax_and_memory() -> Non
     found = simulator.simulate(wide, ((512,), (512,)))
     pairs = 2 * found.counts.executed_pairs
     assert chip.seconds(found) == pytest.approx(2 * pairs * 512 / 197e12)
-    narrow = problem_of((4096,), 512, heads=2, head_dim=32)  # a product with 32 features takes as long as with 128
+    narrow = problem_of((4096,), 512, heads=2, head_dim=32)  # a product over 32 features takes as long as over 128
     found = simulator.simulate(narrow, ((512,), (512,)))
     assert chip.seconds(found) == pytest.approx(max(2 * pairs * 256 / 197e12, pairs / 1024 * 2.5 / 1.5e9))
     few = simulator.simulate(problem_of((4096,), 2, head_dim=128), ((16,), (16,)))
@@ -320,7 +320,7 @@ SHAPE = (2, 4, 3, 6, 8)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, attend: Any) -> None:
-    """Let ``import tokamax`` return a module with the attention function ``attend``, or fail without one."""
+    """Let ``import tokamax`` return a module with the attention function ``attend``, or fail if it is ``None``."""
     module = types.SimpleNamespace(dot_product_attention=attend) if attend else None
     monkeypatch.setitem(sys.modules, "tokamax", module)
 

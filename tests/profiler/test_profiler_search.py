@@ -97,9 +97,10 @@ def chosen(options: Options) -> tuple[Any, ...]:
 
 
 def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tuple[Optimum, list[tuple[Any, ...]]]:
-    """Run a search that compiles no programs; return the optimum, and backend, tiles and schedule of each candidate.
+    """Run a search without compiling programs.
 
-    ``seconds(options)`` returns the time of a candidate, or the exception that its compilation raises.
+    Return the optimum, and a tuple of backend, tiles and schedule for each candidate. ``seconds(options)`` returns the
+    time of a candidate, or the exception that its compilation raises.
     """
     compiled = []
 
@@ -189,7 +190,7 @@ def test_without_a_calibration_the_backends_own_order_is_searched(monkeypatch: p
 def test_search_does_not_wait_for_plain_jax_if_kernels_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     optimum, compiled = fake_search(monkeypatch, "-i 64 -w 8 --optimize", lambda options: 0.03)
     assert optimum.options.backend == "cpu-fna"
-    assert {backend for backend, *_ in compiled} == {"cpu-fna", None}  # None: no named backend
+    assert {backend for backend, *_ in compiled} == {"cpu-fna", None}  # None: the call names no backend
 
 
 @needs_native
@@ -272,7 +273,7 @@ def loss(tokens: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_every_operator_of_a_program_is_found_once(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several devices, a program is compiled to find its operators."""
+    """On a machine with several devices, the search compiles a program to find its operators."""
     present = jax.local_devices()
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: present[:devices])
     tokens = jax.ShapeDtypeStruct((1, 8, 12, 2, 16), jnp.float32)
@@ -331,7 +332,7 @@ def test_a_table_applies_only_inside_its_block() -> None:
     (before,) = plans_of(function, tokens)
     function(tokens)
     with Tuned(table_of(plan)):
-        (inside,) = plans_of(function, tokens)  # although the function was compiled before
+        (inside,) = plans_of(function, tokens)  # tuned tiles, although the function was compiled before
     assert inside.tiles == plan.tiles != before.tiles
     assert plans_of(function, tokens) == (before,)
 

@@ -104,7 +104,7 @@ def test_device_time_is_most_of_the_wall_clock() -> None:
     iterations = capture.capture(timed, 9, program, "cpu")
     assert len(iterations) == 9
     totals = [sum(event.duration for event in each) / 1e9 for each in iterations]
-    # The trace and the wall clock measure the same runs. They may differ for a single run, because a busy machine may
+    # The trace and the wall clock measure the same runs. For a single run, their times may differ: a busy machine may
     # suspend this thread, or the thread that records the end of a step.
     ratio = statistics.median(total / wall for total, wall in zip(totals, walls[-9:], strict=True))
     assert 0.5 < ratio < 1.1
@@ -241,7 +241,7 @@ def test_programs_are_read_from_any_trace(tmp_path: Path) -> None:
 def test_programs_of_a_trace_are_identified_by_name(tmp_path: Path) -> None:
     """Trace several programs with kernels or loops, some with equal names.
 
-    In a CPU trace, the program number of an event differs from the number of the program that the trace contains.
+    In a CPU trace, the program number in an event differs from the number under which the trace stores the program.
     """
 
     def named(name: str, function: Any) -> Any:
@@ -274,7 +274,7 @@ def traced(folder: Path, functions: list[Any], x: jax.Array) -> None:
 
 
 def _is_printed(cell: str, seconds: float) -> bool:
-    """Return True if a table cell shows this time. The last digit may differ by one: sums depend on their order."""
+    """Return True if a table cell shows this time. The rightmost digit may differ by one (order of sums)."""
     number, unit = re.fullmatch(r"([\d.]+)(us|ms|s)", report.format_time(seconds)).groups()  # type: ignore[union-attr]
     return cell.endswith(unit) and abs(float(cell.removesuffix(unit)) - float(number)) < 0.0015
 
@@ -376,7 +376,7 @@ def test_the_program_prints_them(trace_path: Path, capsys: pytest.CaptureFixture
 
 
 def trace_with_program(hlo: bytes, stat: bytes = b"Hlo Proto") -> bytes:
-    """Return a trace that contains ``hlo`` in a stat. With the default name, the stat is read as a program."""
+    """Return a trace with ``hlo`` in a stat of the name ``stat``. Stats with the default name are read as programs."""
     named = field(5, field(1, 4) + field(2, field(1, 4) + field(2, stat)))
     event = field(4, field(1, 9) + field(2, field(5, field(1, 4) + field(6, hlo))))
     return field(1, field(2, b"/host:metadata") + named + event)

@@ -37,9 +37,9 @@ def put_program(path: Path, script: str = "exit 1") -> Path:
 
 
 class Build:
-    """Functions and constants of setup.py, which is run without building, with an empty folder as ``PATH``.
+    """Functions and constants of setup.py, as the dictionary ``names`` and as attributes.
 
-    Functions and constants are also attributes.
+    setup.py is run without building. ``PATH`` names a folder without programs, until a test adds programs.
 
     Attributes:
         names: Functions and constants of setup.py, by name.

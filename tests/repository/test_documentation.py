@@ -52,7 +52,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    result = run_python(program_of(page), devices=None)  # pages set the number of devices that they need
+    result = run_python(program_of(page), devices=None)  # the code of a page sets the number of devices
     assert result.returncode == 0, f"{page.name}: {result.stderr}"
 
 

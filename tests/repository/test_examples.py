@@ -90,8 +90,8 @@ def test_video_denoising_learns_alike_with_two_backends(tmp_path):
 
     smoothed, reference = (np.array([curve[i : i + 20].mean() for i in range(41)]) for curve in (losses, expected))
     difference = np.max(np.abs(smoothed / reference - 1))
-    # The difference that bfloat16 causes is 0.02%. It would be 0.3% without the query gradient, and 0.2% if one backend
-    # ignored the stride.
+    # Rounding to bfloat16 causes a difference of 0.02%. The difference would be 0.3% without the query gradient, and
+    # 0.2% if one backend ignored the stride.
     assert 0 < difference < 1e-3
     assert f"Largest relative difference of losses smoothed over 20 steps: {difference:.2%}" in output
     assert re.search(rf"^ +60 +{losses[-6:].mean():.4f} +{expected[-6:].mean():.4f}$", output, re.MULTILINE)
@@ -106,8 +106,8 @@ def test_train_sharded_trains_as_one_device_does():
     problem = ("--tokens", "2", "6", "6", "--window", "2", "3", "3", "--depth", "1", "--batch-size", "8")
     devices = ("--devices", "8", "--model-parallel", "2", "--compare")
     # With patches of 2 by 2, the loss is a mean of 7 thousand numbers. It decreases, and the losses with 8 devices and
-    # with one device differ by 3e-6. With patches of 4 by 4, it is a mean of 28 thousand numbers. In JAX 0.10.0, long
-    # sums have larger rounding errors, and the losses then differ by 5e-5 at every learning rate.
+    # with one device differ by 3e-6. With patches of 4 by 4, the loss would be a mean of 28 thousand numbers. In JAX
+    # 0.10.0, such long sums have larger rounding errors: the losses differ by 5e-5 at every learning rate.
     training = ("--steps", "6", "--learning-rate", "1e-3", "--patch", "2")
     output = output_of("train_sharded.py", *problem, *devices, *training, JAX_PLATFORMS="cpu")
     assert re.search(r"^ +step +4 data x 2 model +1 data x 1 model$", output, re.MULTILINE)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Levels from bottom to top. A level contains packages, and modules that do not have the level of their package.
+#: Levels from bottom to top. A level contains packages, and modules whose level differs from their package's level.
 #: Packages and modules of one level must not import from each other.
 LEVELS = (
     ("natten_jax.source_tree", "natten_jax.version", "natten_jax.element_types"),
@@ -72,7 +72,7 @@ def _graph() -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    """Return the name in ``LEVELS`` that applies to a module: the module itself, or the innermost package around it."""
+    """Return the name in ``LEVELS`` that applies to a module: its own name, or the innermost package's name."""
     parts = module.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     found = next((name for name in names if name in _LEVEL_OF and (name != "natten_jax" or name == module)), None)

@@ -24,8 +24,8 @@ for package in ("matplotlib", "optax"):
     pytest.importorskip(package)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-#: Small models: shapes of their weights, and logits that transformers or NumPy computed. `arrays_of` returns weights of
-#: these shapes, with which the logits were computed.
+#: Small models: shapes of their weights, and logits that transformers or NumPy computed. The logits were computed with
+#: the weights that `arrays_of` returns for these shapes.
 RECORDS = {each["model"]: each for each in json.loads(Path(__file__).with_name("nat_weights.json").read_text())}
 DINAT, NAT = (RECORDS[f"{kind}ForImageClassification"] for kind in ("Dinat", "Nat"))
 Weights = dict[str, np.ndarray]
@@ -66,9 +66,9 @@ def test_logits_equal_the_recorded_ones(example: dict[str, Any], name: str) -> N
 
 
 def test_models_without_a_head(example: dict[str, Any]) -> None:
-    """Compare a classifier with a model and a backbone of transformers.
+    """Compare a classifier with two other model classes of transformers: the model without a head, and the backbone.
 
-    Their weights include no classification head, and weight names lack the prefix ``dinat.``.
+    Weights of these classes lack a classification head. Their names lack the prefix ``dinat.``.
     """
     weights, images = arrays_of(DINAT["shapes"]), images_of(DINAT["extents"])
     headless = {name.removeprefix("dinat."): array for name, array in weights.items() if "classifier" not in name}

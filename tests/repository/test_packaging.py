@@ -68,8 +68,8 @@ def copy_of_sources(folder: Path) -> Path:
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder that contains the source distribution and the wheels built from it for this interpreter.
 
-    If the environment variable NATTEN_JAX_DISTRIBUTIONS names a folder with existing distributions, return this folder.
-    It may contain wheels for several interpreters.
+    If the environment variable NATTEN_JAX_DISTRIBUTIONS names a folder, return that folder instead. It must contain
+    distributions, and may contain wheels for several interpreters.
     """
     built = os.environ.get("NATTEN_JAX_DISTRIBUTIONS")
     if built:

@@ -1,4 +1,4 @@
-"""Versions and dates agree in all files, and pages do not install unpublished packages from an index."""
+"""Versions and dates agree in all files, and no documented command installs natten_jax from an index."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no library is built in th
 def clone_into(folder: Path, *, is_built: bool = False) -> Path:
     """Copy the repository as a fresh clone, optionally with the compiled library.
 
-    Bytecode is also copied. It matches the sources, and without it each new process would compile the sources again.
+    Bytecode files are also copied, because they match the sources. Without them, each new process would compile the
+    sources again.
     """
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "results", "*.so")
     clone = shutil.copytree(ROOT, folder, ignore=leftovers)
@@ -60,7 +61,7 @@ class Environment:
         self.python = folder / "bin" / "python"
         (self.packages,) = folder.glob("lib/python*/site-packages")
         others = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
-        # Python imports modules from folders that a .pth file lists. It ignores the .pth files in these folders, such
+        # Python imports modules from folders that a .pth file lists. In these folders, it ignores .pth files, such
         # as those of editable installs.
         (self.packages / "others.pth").write_text("\n".join(others))
 

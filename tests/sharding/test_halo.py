@@ -77,7 +77,7 @@ def test_queries_that_see_a_slab(split: tuple[Axis, int]) -> None:
     part, slabs = halo.part, halo.seen_slabs(axis)
 
     def sees(query: int, is_front: bool, distance: int) -> bool:
-        """Return True if, in at least one part, the query sees halo keys beyond the nearest ``distance`` keys."""
+        """Return True if, in at least one part, the query sees a key more than ``distance`` tokens from the part."""
         rows = [(start, seen(axis, start + query)) for start in range(0, axis.kv_extent, part)]
         return any(
             min(keys) < start - distance if is_front else max(keys) >= start + part + distance for start, keys in rows
@@ -87,7 +87,7 @@ def test_queries_that_see_a_slab(split: tuple[Axis, int]) -> None:
         sides = [True, False] if slab.is_front is None else [slab.is_front]
         most = 0
         for is_front in sides:
-            ordered = range(part) if is_front else range(part - 1, -1, -1)  # starting at this end of the part
+            ordered = range(part) if is_front else range(part - 1, -1, -1)  # from this end of the part to the other end
             assert not any(sees(query, is_front, slab.distance) for query in ordered[slab.queries :])
             most = max(most, *(i + 1 for i, query in enumerate(ordered) if sees(query, is_front, slab.distance)))
         assert slab.queries == most
@@ -104,7 +104,7 @@ def test_halos_of_a_video() -> None:
     video = problem_of((30, 48, 80), (6, 12, 12), heads=24, head_dim=128)
     token, halo = 24 * 2 * 128 * 2, 6 + 5
     assert bytes_received(video, (1, 1, 1)) == 0
-    assert bytes_received(video, (1, 1, 2)) == 30 * 48 * 6 * token  # each of two devices has one neighbor
+    assert bytes_received(video, (1, 1, 2)) == 30 * 48 * 6 * token  # two devices: each has one neighbor
     # Halos are exchanged dimension by dimension. Each exchange includes the halos of earlier dimensions, and thereby
     # the corners.
     assert bytes_received(video, (1, 4, 4)) == 30 * (halo * 20 + (12 + halo) * halo) * token
@@ -137,7 +137,7 @@ class Split(NamedTuple):
 
     @classmethod
     def draw(cls, source: random.Random) -> Split:
-        """Draw a problem, but not plain attention, because it gathers its tokens. Three of four draws have halos."""
+        """Draw a neighborhood attention problem (plain attention gathers tokens). Three of four problems have halos."""
         has_halos = source.random() < 0.75
         while True:
             drawn = cls._draw(source)
@@ -150,7 +150,7 @@ class Split(NamedTuple):
         parts = source.choice(PARTS[rank])
         layout = tuple(source.randint(1, MOST_TOKENS[rank]) * each for each in parts)
         dilation = tuple(source.randint(1, max(1, min(3, extent // 2))) for extent in layout)
-        # Half of the draws limit windows to four keys, so that most of their halos come from adjacent parts only.
+        # Half of the draws limit windows to four keys, so that most halos come from adjacent parts only.
         most = [max(1, extent // d) for extent, d in zip(layout, dilation, strict=True)]
         kernel = tuple(source.randint(1, min(each, source.choice([4, each]))) for each in most)
         stride = tuple(source.randint(1, each) for each in kernel)
@@ -183,8 +183,8 @@ class Split(NamedTuple):
         """Number of kernel calls in an overlapped forward pass: one for the local keys, and one per halo slab."""
         if self.is_gathered:
             return 1
-        # Each of two devices has one halo. One kernel call handles both cases, because all devices run the same
-        # program. In a ring, each device has two halos, and a call for each.
+        # If there are two devices, each has one halo, before or after its tokens. All devices run the same program, so
+        # one kernel call handles both cases. In a ring of devices, each has two halos, and a call per halo slab.
         return 1 + sum(
             1 if halo.parts == 2 and not halo.wraps else len(halo.slabs(halo.before)) + len(halo.slabs(halo.after))
             for halo in self.halos
@@ -192,7 +192,7 @@ class Split(NamedTuple):
         )
 
     def elements_sent(self) -> int:
-        """Return the number of key and value elements that a device sends if halos are as short as possible."""
+        """Return the minimum number of key and value elements that a device must send."""
         extents = [extent // each for extent, each in zip(self.case.layout, self.parts, strict=True)]
         total = 0
         for i, halo in enumerate(self.halos):
@@ -201,7 +201,7 @@ class Split(NamedTuple):
                 sent, received = sum(slabs), sum(slabs)
                 if halo.parts == 2 and all(slabs) and not halo.wraps:
                     # Two devices swap halos of equal length in a single permute, so each sends in one direction only.
-                    # The arrays have room for a halo on each side.
+                    # The extended key and value arrays have room for a halo on each side.
                     sent, received = max(slabs), 2 * max(slabs)
                 total += sent * math.prod(extents[:i] + extents[i + 1 :])
                 extents[i] += received
@@ -225,7 +225,7 @@ def test_tokens_stay_split(
     """Test random problems over up to eight devices.
 
     Two of every three problems overlap the halo exchange with compute, unless tokens are gathered. One of these two
-    sends keys and values in a single exchange, which otherwise happens only for large arrays.
+    stacks keys and values and sends them as one array, as operators do only for large arrays.
     """
     source = random.Random(len(mode))
     for number in range(count):

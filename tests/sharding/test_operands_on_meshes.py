@@ -30,7 +30,7 @@ _BACKEND_CASES = (
 
 
 def axes_of(operand: Any, array: jax.Array, split: dict[str, str]) -> list[str | None]:
-    """Return the mesh axis of each dimension of an operand. Odd extents are not split, and no axis occurs twice."""
+    """Return the mesh axis of each dimension of an operand. Odd extents are not sharded, and no axis occurs twice."""
     axes: list[str | None] = []
     for letter, extent in zip(operand.axes, array.shape, strict=True):
         axis = split.get(letter)
@@ -87,7 +87,7 @@ def test_vmap_and_shard_map_on_explicit_meshes(name: str) -> None:
     with jax.set_mesh(mesh):
         whole = {each: put(array, mesh, *spec(each, "y")) for each, array in arrays.items()}
         stacked = {each: put(np.stack([array, array]), mesh, "x", *spec(each, "y")) for each, array in arrays.items()}
-        for mapped in [*([each] for each in arrays), list(arrays)]:  # the mapped axis is sharded
+        for mapped in [*([each] for each in arrays), list(arrays)]:  # the axis that vmap maps is sharded over x
             run = jax.vmap(function, ({each: 0 if each in mapped else None for each in arrays},))
             given = {each: (stacked if each in mapped else whole)[each] for each in arrays}
             assert_close(quick(run)(given), twice, rtol=2e-4, note=str(mapped))

@@ -49,7 +49,7 @@ STRIDED_VIDEO = problem_of((30, 48, 80), (18, 24, 24), (16, 8, 8), heads=24, hea
     ],
 )
 def test_overlap_pays_on_a_gpu(problem: Problem, parts: tuple[int, ...]) -> None:
-    """Test that overlap is selected. On two H200, it reduced the time of one of these problems from 11.9 to 11.5 ms."""
+    """Test that overlap is selected. On two H200, overlap reduced the time of one problem from 11.9 to 11.5 ms."""
     halos = halos_of(problem, parts)
     assert all(overlap_that_pays(plan, halos) is not None for plan in plans(problem))
 
@@ -99,7 +99,7 @@ def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None
     names = [each.primitive.name for each in program]
     passes = [i for i, name in enumerate(names) if name == "natten_jax_pass"]
     assert len(passes) == (3 if pass_ == "forward" else 6)
-    passes = passes[-3:]  # passes over local keys, the halo before, and the halo after
+    passes = passes[-3:]  # kernels for local keys, the halo before them, and the halo after them
     permutes = [i for i, name in enumerate(names) if name == "ppermute"]
     permutes = permutes[:4] if pass_ == "forward" else permutes[4:8]
     made_by = {each: i for i, equation in enumerate(program) for each in equation.outvars}
@@ -118,15 +118,15 @@ def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None
         return j in found
 
     for meanwhile, following, slab_permutes in zip(passes, passes[1:], (permutes[:2], permutes[2:]), strict=False):
-        # Slabs are cut before the kernel starts, and the kernel does not wait for their exchange.
+        # The slabs to send are cut before the kernel ``meanwhile`` starts, which does not wait for their exchange.
         (sent,) = {made_by[program[i].invars[0]] for i in slab_permutes}
         assert comes_after(meanwhile, sent) and not any(comes_after(meanwhile, i) for i in slab_permutes)
-        # The received slabs are read only after this kernel has finished, by the next kernel.
+        # The kernel ``following`` reads the received slabs. They are not read before ``meanwhile`` has finished.
         arrived = {program[i].outvars[0] for i in slab_permutes}
         (received,) = {i for i in range(len(program)) if read_by(i) & arrived}
         assert comes_after(received, meanwhile) and comes_after(following, received)
         assert names[sent] == names[received] == "optimization_barrier"
-    # The second exchange starts only after the first kernel.
+    # The second exchange starts only after the first kernel has finished.
     assert all(comes_after(i, passes[0]) for i in permutes[2:])
 
 
@@ -137,9 +137,9 @@ def test_two_devices_swap_halos(pass_: str, overlaps: bool, set_gains: SetGains)
     set_gains(lambda *_: overlaps)
     program = traced(pass_, 2).lower(lowering_platforms=("cpu",)).as_text()
     moves = re.findall(r"collective_permute.*?source_target_pairs = dense<(.*?)> :", program)
-    # The forward pass sends slabs of keys and values. The backward program consists of a forward and a backward pass.
-    # Its backward pass sends gradients of keys and values. With overlap, the forward pass does not save the slabs, so
-    # the backward pass also sends keys and values again.
+    # The forward pass sends slabs of keys and values (two permutes). The program for ``backward`` runs a forward pass,
+    # then a backward pass that sends gradients of keys and values (two more permutes). With overlap, the forward pass
+    # does not save the slabs, so the backward pass also sends keys and values again (six permutes in all).
     assert len(moves) == (2 if pass_ == "forward" else 6 if overlaps else 4)
     assert set(moves) == {"[[0, 1], [1, 0]]"}
 
@@ -157,10 +157,10 @@ def test_the_time_of_a_split_is_predicted() -> None:
         assert alone.seconds == pytest.approx(one, rel=0.03)
         assert one / 2.1 < two.seconds < one / 1.9
         assert 0.5 * two.seconds > eight.seconds > two.seconds / 4
-        # With 40 devices, the network between hosts is used, and each device has two columns. The part of the exchange
-        # that compute does not hide then takes longer than the compute.
+        # With 40 devices, the exchange uses the network between hosts, and each device has two of the 80 columns. The
+        # exposed part of the exchange, which compute does not hide, then takes longer than the compute.
         assert many.exposed > many.compute
-    # The backward pass sends gradients of halos back after all compute, so compute hides only a part of its exchange.
+    # The backward pass returns the gradients of halos after all compute, so compute hides only a part of the exchange.
     _, backward = plans(video)
     partly = predict_split(backward, (1, 1, 2), model)
     assert partly and 0 < partly.exposed < partly.exchange
@@ -216,7 +216,7 @@ def test_memory_is_that_of_a_part_and_its_halos() -> None:
 def test_each_pass_gets_its_halos_as_is_best_for_it(
     overlapping: str, counts: list[int], is_manual: bool, set_gains: SetGains
 ) -> None:
-    """An overlapped pass runs three kernels: one for local keys, and one for each of two slabs. Others run one."""
+    """With overlap, a pass runs three kernels: for local keys, and for each of two slabs. Otherwise, it runs one."""
     set_gains(lambda plan, *_: plan.pass_ == overlapping)
     mesh, spec = mesh_of("Auto", x=4), P(None, "x")
     run = functools.partial(gradients, size=3, tile=1, token_axes=("x", None) if is_manual else None)

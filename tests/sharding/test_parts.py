@@ -15,7 +15,7 @@ from tests.support.plans import plans_of
 @pytest.mark.parametrize("keys", [(4, 5), (3, 6)])
 @pytest.mark.parametrize("additional", [0, 3])
 def test_dilation_groups_without_a_key(native_family: Family, keys: tuple[int, int], additional: int) -> None:
-    """Test parts that contain no key of a query's dilation group, for some queries or for all."""
+    """Test parts of the layout in which some or all queries find no key of their dilation group."""
     first, end = keys
     dtype = native_family.dtype
     problem = problem_of(

@@ -23,7 +23,7 @@ from tests.support.problems import QUICK_COMPILATION
 OPERATORS = ("cpu-fna", "cpu-fmha", "flex-fna", "flex-fmha", "merge")
 #: Plain attention is tested in fewer modes, because it uses the code path of neighborhood attention.
 ATTENTION_MODES = ("Auto", "Explicit", "Auto+Manual")
-#: Splits in which several devices use the same key/value head: its gradients are summed over these devices.
+#: Splits in which several devices use the same key/value head. The head's gradients are summed over these devices.
 REDUCING = ("groups that are split", "groups across parts", "one key/value head")
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
 BATCH = 8
@@ -38,7 +38,7 @@ TYPES = {
 
 
 class Split(NamedTuple):
-    """Head counts of a call, and the mesh axes over which its dimensions are split.
+    """Head counts of a call, and the mesh axes over which its batch and heads are split.
 
     Mesh axis ``x`` has four devices, ``y`` has two.
     """
@@ -153,13 +153,13 @@ ALL_KINDS = ("forward", "gradient", "vmap", "remat", "scan")
 
 
 def kinds_of(mode: str, name: str, what: str) -> tuple[str, ...]:
-    """Return the names of the functions to test. For most splits with plain JAX, these are only the first two."""
+    """Return the functions to test, by name: for most splits with plain JAX, only the first two of ``ALL_KINDS``."""
     is_quick = not what.startswith("flex") or (name in THOROUGH and what == "flex-fna" and mode in THOROUGH_MODES)
     return ALL_KINDS if is_quick else ALL_KINDS[:2]
 
 
 def all_of(what: str, kinds: tuple[str, ...], backend: str | None = None) -> Callable[..., dict[str, Any]]:
-    """Return a function that computes the results of the named functions of an operator, by name."""
+    """Return a function that calls the functions ``kinds`` of an operator, and returns their results by name."""
     each = functions(operator_of(what, backend or what))
     return lambda *arrays: {kind: each[kind](*arrays) for kind in kinds}
 

@@ -30,7 +30,7 @@ class Case:
         kernel_size: Window size. ``None`` is the whole layout.
         stride: Number of queries that share a window, per dimension.
         dilation: Distance between neighbors, per dimension.
-        is_causal: Causal dimensions.
+        is_causal: One bool per dimension, True for causal attention.
         edges: Boundary mode of each dimension: ``"shift"``, ``"cut"`` or ``"wrap"``.
         batch: Batch size.
         heads: Number of query heads.
@@ -38,8 +38,8 @@ class Case:
         head_dim: Head dimension of query and key.
         head_dim_v: Head dimension of value. ``None`` is ``head_dim``.
         scale: Scale of the logits. ``None`` is the default.
-        scales: Scales of the logits, passed as an array operand instead of ``scale``. Several values are scales per
-            query head. A single value becomes a scalar array.
+        scales: Scales of the logits, passed as an array operand instead of ``scale``. One value per query head, or a
+            single value, which becomes a scalar array.
         additional: Number of additional key/value tokens.
         fused: Value of ``try_fuse_additional_kv``: True to process additional tokens in the same kernel.
         queries: Number of query tokens. If it is given, the problem is plain attention, and ``layout`` contains the
@@ -171,8 +171,8 @@ class Case:
 
         Args:
             family: The family that runs the problem.
-            is_direct: True for direct calls of the backend. Only operators compute wrapped keys in separate calls,
-                which some backends need.
+            is_direct: True for direct calls of the backend. Some backends support ``"wrap"`` only through an operator,
+                which computes wrapped keys in separate calls.
         """
         if self.edges is None:
             return self

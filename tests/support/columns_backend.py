@@ -13,7 +13,7 @@ LARGEST_HEAD_DIM = 64
 
 
 class ColumnsBackend(CpuBackend):
-    """CPU kernels that support only head dimensions in multiples of 8, and only key biases in extra columns."""
+    """CPU kernels that accept only head dimensions that are multiples of 8, and key biases only as extra columns."""
 
     family = "columns"
     capabilities = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""XLA options for test programs on the CPU. Their run time is microseconds, so the options minimize compile time."""
+"""XLA options for test programs on the CPU. The programs run for microseconds, so the options minimize compile time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-#: With XLA's defaults, compiling both passes of plain JAX in two dimensions takes 5.5 to 6.9 s of CPU time. Without
-#: optimization it takes 4.3 to 4.8 s. If XLA also emits fusions without MLIR, it takes 2.1 to 2.3 s. If all code is
-#: also one LLVM module, it takes 1.4 to 1.8 s.
+#: With XLA's defaults, compiling both passes of plain JAX in two dimensions takes 5.5 to 6.9 s of CPU time. With the
+#: first option (no optimization), it takes 4.3 to 4.8 s. With the first two (the second avoids MLIR for fusions), it
+#: takes 2.1 to 2.3 s. With all three (the third puts all code in one LLVM module), it takes 1.4 to 1.8 s.
 QUICK_HOST_OPTIONS: Mapping[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,

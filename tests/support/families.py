@@ -33,10 +33,10 @@ class Family:
         backend: The registered backend.
         dtypes: Element types that it supports. Most tests use the first.
         problems: Default number of random problems per test, limited by compile time.
-        at_once: Number of problems per compiled program. For plain JAX, compile time grows faster than this number. For
-            example, 15 padded problems take 8.5 s of CPU time in 15 programs, and 10.6 s in two. For kernel calls,
-            large programs are cheaper per problem: 125 problems take 11.5 s in programs of 5 problems, and 9.1 s in
-            programs of 20.
+        at_once: Number of problems per compiled program. For plain JAX, small programs are faster, because compile time
+            grows more than linearly: 15 padded problems take 8.5 s of CPU time in 15 programs, and 10.6 s in two
+            programs. For kernel calls, large programs are faster: 125 problems take 11.5 s in programs of 5 problems,
+            and 9.1 s in programs of 20.
     """
 
     backend: Backend

@@ -39,8 +39,8 @@ class Target:
         dtype: Element type of its arrays.
         head_dims: Valid ``head_dim`` and ``head_dim_v``.
         choices: Largest valid value of each target-specific attribute. These attributes select a variant of the kernel.
-        tile_tokens: Largest number of tokens of a query tile and of a key/value tile. ``None``: only the limit shared
-            by all targets applies.
+        tile_tokens: Largest number of tokens of a query tile and of a key/value tile. ``None`` if the target has only
+            the limit that all targets share.
         tiles: Query and key/value tile shapes of the call.
         scratch: Shape and element type of each target-specific result. Tests do not check the content of these results.
         replaces: Maps each result that reuses the memory of an operand to this operand. A target with such results
@@ -102,8 +102,8 @@ class Target:
         return [pytest.mark.gpu] if self.platform == "cuda" else []
 
 
-#: Result for the TMA tensor maps of batch entries with different layouts. It is empty, because the calls here have
-#: none.
+#: Scratch result that holds TMA tensor maps if batch entries have separate layouts. It is empty here, because the calls
+#: have one layout for all batch entries.
 _ENTRY_MAPS = ((0, 128), np.uint8)
 _NO_TABLE = ((0,), np.float32)
 _LAID_OUT = (*PROBLEM_OPERANDS, "layouts")
@@ -197,8 +197,8 @@ TARGETS = (
         dtype=np.float16,
         head_dims=(64, 128),
         tiles=((1, 2, 4), (2, 2, 4)),
-        # ``statistics`` has four numbers per query and head. ``additional_sums`` has sums, over queries, of gradients
-        # of additional tokens.
+        # ``statistics`` has four numbers per query and head. ``additional_sums`` has the gradients of additional
+        # tokens, summed over queries.
         scratch={
             "statistics": ((2, 4 * 5 * 6, 2, 4), np.float32),
             "additional_sums": ((1, 2, 3, 1, 64 + 128), np.float32),
@@ -253,8 +253,8 @@ def shapes_of(target: Target) -> dict[str, tuple[int, ...]]:
         "statistics": (2, 2, *tokens, 2),
         # Backward targets reject per-head scales if query heads share a key/value head, which is the case here.
         "scales": (0,) if target.is_backward else (2, 2, 2),
-        # This table is for windows of 2 x 3 x 3 tokens. The kernels for small windows support no relative bias if the
-        # head dimension is 128.
+        # This table is for windows of 2 x 3 x 3 tokens. The kernels for small windows get no table: with a head
+        # dimension of 128, they do not support a relative bias.
         "relative_bias": (0,) if target.is_small else (2, 2, 3 * 5 * 5),
         "key_bias": (2, *tokens, 2) if target.has_key_bias else (0,),
         "sinks": (1, 2, 1),

@@ -38,8 +38,8 @@ def factors_for(kind: str, case: Case, seed: int) -> dict[str, np.ndarray]:
 def times_factors(array: np.ndarray, factors: np.ndarray, heads: int) -> np.ndarray:
     """Return an array ``[batch, *tokens, heads, width]`` multiplied by its factors, in float64.
 
-    ``factors`` is a scalar, ``[batch, heads]`` or ``[batch, *blocks, heads]``. It has fewer heads than the array if
-    heads share factors.
+    ``factors`` is a scalar, or has the shape ``[batch, heads]`` or ``[batch, *blocks, heads]``. If heads of the array
+    share factors, ``heads`` is smaller in ``factors``.
     """
     factors = factors.astype(np.float64)
     if factors.ndim:

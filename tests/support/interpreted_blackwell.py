@@ -1,7 +1,7 @@
 """Run the Blackwell kernels in JAX's interpreter for Mosaic GPU kernels, if this JAX release has it.
 
-Memory is NaN until it is written. The interpreter raises if threads, copies or matrix products race. A kernel must not
-end before its copies and barriers have completed.
+Memory is NaN until it is written. The interpreter raises if threads, copies or matrix products race. It also requires
+that all copies and barriers of a kernel have completed when the kernel ends.
 """
 
 from __future__ import annotations

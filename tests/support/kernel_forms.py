@@ -1,11 +1,14 @@
 """Small problems that run every form (variant) of the GPU kernels under compute-sanitizer: ``make sanitize-gpu``.
 
-Both passes of every form run three times: with ordinary inputs, with inputs so large that weights need the logsumexp's
-remainder, and with per-head scales, for which some forms have separate kernels. A fourth run has equal scales for all
-heads. Its results must equal the results with a single scale.
+Both passes of every form run four times:
 
-The argument ``biased`` runs problems with a bias or sinks. They run on the kernels for small windows, with and without
-a ring buffer of tiles. If the heads are too wide for these kernels, they run on the hopper kernels.
+1. with ordinary inputs and a single scale;
+2. with the same scale for every head, given as per-head scales: the results must equal those of run 1;
+3. with different per-head scales, for which some forms have separate kernels;
+4. with inputs so large that weights need the logsumexp's remainder.
+
+The argument ``biased`` runs problems with a bias or sinks. If the head dimension is 128, they run on the hopper
+kernels. Otherwise, they run on the kernels for small windows, with and without a ring buffer of tiles.
 
 Example:
     compute-sanitizer --tool racecheck python -m tests.support.kernel_forms hopper
@@ -73,14 +76,14 @@ def hopper_forms() -> Iterator[Form]:
 def cutlass_forms() -> Iterator[Form]:
     """Yield forms that differ in element type, precision and head dimension.
 
-    16-bit heads of 128 dimensions have a second form, with query tiles of 256 tokens in the forward pass.
+    For 16-bit types and a head dimension of 128, one more form has forward query tiles of 256 tokens.
     """
     for dtype, width in itertools.product(("bfloat16", "float16"), (64, 128, 256)):
         yield Form(dtype, width, Performance((8, 8), (8, 16), (8, 8), (8, 16), backward_kv_splits=(1, 2)))
     for dtype in ("bfloat16", "float16"):
         yield Form(dtype, 128, Performance((16, 16), (8, 8), (8, 16), (8, 8), backward_deterministic=True))
-    # Kernels for small windows. In the first form, TMA loads the columns, unless the head dimension is 128. TMA never
-    # loads columns if there are additional tokens.
+    # Kernels for small windows. In the first form, TMA loads the columns, except for a head dimension of 128. In forms
+    # with additional tokens, TMA does not load columns.
     boxes, chunks = Performance((8, 2), (1, 8), (1, 8), (8, 2)), Performance((8, 2), (2, 4), (2, 4), (4, 4))
     for dtype, width in itertools.product(("bfloat16", "float16"), (32, 64, 128)):
         yield Form(dtype, width, boxes, additional_kv=0)
@@ -95,7 +98,7 @@ def cutlass_forms() -> Iterator[Form]:
 
 
 def biased_cases() -> Iterator[Case]:
-    """Yield problems of two layouts and three head dimensions, with one bias operand each."""
+    """Yield problems with two layouts and three head dimensions. Each problem has either one bias or sinks."""
     # The first layout is for kernels without a ring buffer. The second has so much work that kernels with a ring buffer
     # are faster.
     layouts = (
@@ -179,7 +182,7 @@ def run(family: str, form: Form) -> None:
                 distance = np.linalg.norm(np.asarray(result, np.float64) - expected)
                 assert distance <= bound * np.linalg.norm(expected), (form, distance / np.linalg.norm(expected))
         twice = continued(operands._replace(origins=jnp.zeros((2, 3), jnp.int32)), saved)
-        if twice is not None:  # every key counts twice: log 2
+        if twice is not None:  # each key is processed twice, which adds log 2 to the logsumexp
             np.testing.assert_allclose(twice.logsumexp, saved.logsumexp + np.log(2), rtol=1e-6, atol=1e-5)
 
 

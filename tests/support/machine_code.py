@@ -55,7 +55,7 @@ DRIVER = Path(__file__).parents[1] / "native" / "cuda_driver.c"
 
 
 def missing() -> str | None:
-    """Return the missing requirement, or ``None`` if all are installed."""
+    """Return a message that names a missing requirement, or ``None`` if all are installed."""
     try:
         plugin = importlib.util.find_spec("jax_plugins.xla_cuda13")
     except ModuleNotFoundError:
@@ -66,7 +66,7 @@ def missing() -> str | None:
 
 
 def ignored(said: str) -> list[str]:
-    """Return the lines in which ``ptxas`` reports that it ignored part of its input. It still exits with status 0."""
+    """Return the lines that report ignored input. ``ptxas`` exits with status 0 even if it ignored some input."""
     return [line for line in said.splitlines() if line.startswith("ptxas") and "ignored" in line.lower()]
 
 

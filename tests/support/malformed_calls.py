@@ -35,7 +35,7 @@ Change = Callable[[Call], object]
 
 
 class Case(NamedTuple):
-    """A change of a valid call, and the expected parts of the error message: ``None`` if the call can also succeed."""
+    """A change of a valid call, and strings that the error message must contain: ``None`` if the call can succeed."""
 
     name: str
     change: Change
@@ -93,8 +93,8 @@ def operand_cases(target: Target) -> Iterator[Case]:
             **{f"longer-{i}": tuple(n + (i == j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
             **{f"empty-{i}": tuple(n * (i != j) for j, n in enumerate(array.shape)) for i in range(array.ndim)},
         }
-        # The following arrays can be empty: origins if arrays contain whole layouts, layouts if all batch entries have
-        # the same layout, scales if all heads have the same scale, and absent biases.
+        # Empty origins are valid if arrays contain whole layouts. Empty layouts are valid if all batch entries have the
+        # same layout. Empty scales are valid if all heads have the same scale. Empty biases are absent biases.
         if name in ("origins", "layouts") or (name in ("scales", *BIASES) and array.size == 0):
             del shapes["empty-0"]
         if name == "sinks":
@@ -211,7 +211,7 @@ def choice_cases(target: Target) -> Iterator[Case]:
 
 
 def box_cases() -> Iterator[Case]:
-    """Yield cases with query boxes larger than the layout, which must fail, or outside of it, which can succeed."""
+    """Yield cases with query boxes that exceed the layout, which must fail, or are outside it, which can succeed."""
     yield refused("queries-exceed-layout", with_integers(queries=(4, 6, 6)), "queries", "5 tokens")
     for i, value in itertools.product(range(3), (-1, 3, 1000, INT32_MAX, INT32_MIN)):
         first = np.array([value if i == j else 0 for j in range(3)], np.int32)
@@ -241,8 +241,8 @@ def reduction_cases() -> Iterator[Case]:
 def origin_cases(target: Target) -> Iterator[Case]:
     """Yield cases with origins outside the layout.
 
-    For queries, these origins are invalid, but only CPU handlers check them. For keys, they are valid, because no query
-    sees the keys.
+    Such origins are invalid for queries, but only CPU handlers check them. They are valid for keys: no query sees these
+    keys.
     """
     for (row, name), column, value in itertools.product(
         enumerate(("query", "key")), range(3), (-1, 1, 1000, INT32_MAX, INT32_MIN)

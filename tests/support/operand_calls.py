@@ -221,7 +221,7 @@ CALLS: Mapping[str, OperandCall] = {
 
 
 def cases_of(family: Family) -> Mapping[str, OperandCall]:
-    """Return the calls to test with a family. Only plain JAX includes functions without ``backend``."""
+    """Return the calls to test with a family. Functions without an argument ``backend`` run only with flex."""
     return {
         name: call
         for name, call in CALLS.items()
@@ -242,7 +242,7 @@ def failures_in(cases: Mapping[str, Any], run: Callable[[Any], None]) -> list[st
 
 
 def failures_of(family: Family, run: Callable[[OperandCall], None], names: Sequence[str] = ()) -> list[str]:
-    """Run a family's calls, all calls by default, and return their failures.
+    """Run the named calls with a family, or all its calls if ``names`` is empty, and return their failures.
 
     GPU kernels do not support all combinations of operands. A call that they reject is not a failure.
     """

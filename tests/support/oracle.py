@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-#: If the magnitude of a bias is at least this number, the oracle rounds the logit to float32, as kernels do. Logits
-#: that are equal in the kernels are then equal in the oracle as well.
+#: If the magnitude of a bias is at least this number, the oracle rounds the biased logit to float32, as kernels do. Two
+#: logits that are equal in the kernels are then also equal in the oracle.
 TIED = 2.0**24
 
 Array = np.ndarray
@@ -36,8 +36,8 @@ def window_places(
     while begin > 0 and (begin - 1) // stride == position // stride:
         begin -= 1
     if is_causal:
-        # The leader, the last query of a full block, determines where the block's window starts. No query sees keys
-        # after itself.
+        # The leader (the last query of a full block of ``stride`` queries) determines the start of the block's window.
+        # No query sees keys after itself.
         leader = min(begin + stride - 1, length - 1)
         return list(range(max(0, leader - kernel_size + 1), position + 1))
     leader = min(begin + stride // 2, length - 1)
@@ -105,7 +105,7 @@ def attention_mask(queries: int, keys: int, is_causal: bool) -> Array:
 def line_offsets(
     extent: int, kernel_size: int, stride: int, dilation: int, is_causal: bool, edges: str = "shift"
 ) -> Array:
-    """Return the offset ``[queries, keys]`` from each query to each key, counted in tokens of the dilation group.
+    """Return the offset ``[queries, keys]`` from each query to each key, in units of ``dilation`` tokens.
 
     Offsets are clipped to at most ``kernel_size - 1`` in either direction. Keys of other dilation groups have offset 0.
     """
@@ -308,8 +308,8 @@ def _softmax(flat: _Flat, scale: Array) -> tuple[Array, Array]:
                 logits = np.where(is_tied, logits.astype(np.float32), logits)
     np.copyto(logits, -np.inf, where=~flat.mask)
     highest = np.maximum(logits.max(-1, keepdims=True), flat.sinks)
-    # A query can have no visible key, for example if the arrays are a part of a layout. Its weights are then 0, and its
-    # logsumexp is -inf.
+    # Some queries see no key, for example if the arrays are a part of a layout. These queries have weights of 0 and a
+    # logsumexp of -inf.
     is_empty = highest == -np.inf
     highest = np.where(is_empty, 0, highest)
     logits -= highest

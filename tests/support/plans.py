@@ -30,7 +30,7 @@ def plans_of(
 def launches_by_tiles(
     problem: Problem, pass_: Pass, capability: ComputeCapability | None = (9, 0)
 ) -> Iterator[tuple[TilePair, tuple[small_windows.Launch, ...]]]:
-    """Yield each tile pair of the small-window kernels and its kernel launches, in order of predicted time."""
+    """Yield each tile pair of the small-window kernels with its kernel launches, by increasing predicted time."""
     for pair, _ in small_windows.ranked("cutlass", problem, pass_, capability):
         found = small_windows.estimate("cutlass", problem, pass_, pair, capability)
         if found is not None:
@@ -40,15 +40,15 @@ def launches_by_tiles(
 def kernels_by_tiles(
     problem: Problem, pass_: Pass, capability: ComputeCapability | None = (9, 0)
 ) -> Iterator[tuple[TilePair, tuple[str, ...]]]:
-    """Yield each tile pair of the small-window kernels and the names of its kernels, in order of predicted time."""
+    """Yield each tile pair of the small-window kernels with its kernel names, by increasing predicted time."""
     for pair, launches in launches_by_tiles(problem, pass_, capability):
         yield pair, tuple(launch.kernel for launch in launches)
 
 
 def first_tiles(problem: Problem, pass_: Pass, has_ring: bool) -> TilePair:
-    """Return the small-window tiles that are predicted to be fastest with or without a ring buffer in the last kernel.
+    """Return the predicted fastest small-window tiles whose last kernel has (or does not have) a ring buffer.
 
-    If no tiles match ``has_ring``, return the fastest tiles of all.
+    If no tiles match ``has_ring``, return the fastest tiles, regardless of the ring buffer.
     """
     found = list(kernels_by_tiles(problem, pass_))
     return next((pair for pair, kernels in found if ("with a ring" in kernels[-1]) == has_ring), found[0][0])

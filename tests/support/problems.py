@@ -20,10 +20,11 @@ from tests.support.case import lse_dtype as lse_dtype
 from tests.support.compilation import QUICK_HOST_OPTIONS, accepted_options, as_users_do
 from tests.support.families import BOUNDS, Family
 
-#: An error is divided by the norm of the result or by this fraction of the norm of its terms' magnitudes, whichever is
-#: greater. The fraction matters for results whose terms cancel. For example, some gradients are exactly 0 if the scale
-#: is 0, and almost 0 for windows of one or two keys, because the softmax is nearly constant. With the float32 bound of
-#: 2e-6, the allowed error is 1e-7 of the terms: less than two roundings of a term.
+#: The norm of an error is divided by the larger of two numbers: the norm of the result, and this fraction of the norm
+#: of the result's magnitude (the sum of the magnitudes of its terms). The fraction matters for results whose terms
+#: cancel. For example, some gradients are exactly 0 if the scale is 0, and almost 0 for windows of one or two keys,
+#: because the softmax is nearly constant. With the float32 bound of 2e-6, the allowed error is then 1e-7 of the
+#: magnitude, which is less than two rounding errors of a term.
 CANCELLATION = 0.05
 
 #: Most compiled problems run once, for microseconds. Optimizing their CPU code, or autotuning their matrix products on

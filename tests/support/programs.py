@@ -35,8 +35,8 @@ _PRELOADED = (
 )
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(list(_PRELOADED))
-#: Environment variables that are read only after the imports, so a fork can change them. If any other variable differs
-#: from the server's, the program runs in a new interpreter instead.
+#: Environment variables that are read only after the imports, so a fork can change them. If any variable that is not in
+#: this list has a different value in the server, the program runs in a new interpreter instead of a fork.
 _READ_LATE = "XLA_FLAGS", "PYTEST_CURRENT_TEST", "PYTHONPATH", "COLUMNS", "MPLBACKEND"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's threads would not exist in forks
 _ENVIRONMENT = dict(os.environ)
@@ -97,7 +97,7 @@ def run_command(
         files = [Path(directory, name) for name in ("output", "errors")]
         request = words, dict(environment), str(folder or Path.cwd()), list(map(str, files))
         process = _FORKS.Process(target=_run, args=request)
-        with contextlib.chdir(ROOT):  # the server, if it starts now, imports modules from here
+        with contextlib.chdir(ROOT):  # this may start the server, which imports modules from its working directory
             process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -123,7 +123,7 @@ def _run(words: list[str], environment: Mapping[str, str], folder: str, files: l
     if kind == "-m":
         module, *_ = sys.argv = arguments
         sys.path[:0] = [folder, *paths]
-        sys.modules.pop(f"{module}.__main__", None)  # imported by the server, but not run
+        sys.modules.pop(f"{module}.__main__", None)  # imported by the server, but not run as a program
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     elif kind == "-c":
         source, *sys.argv[1:] = arguments

@@ -19,7 +19,7 @@ LEAST_THREADS = 2
 
 
 def threads_each(processors: int, processes: int) -> int:
-    """Return the number of threads per process. Together, the processes have two threads per processor, or more."""
+    """Return the number of threads per process. All processes together have at least two threads per processor."""
     return max(LEAST_THREADS, -(-2 * processors // processes))
 
 

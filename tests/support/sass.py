@@ -1,8 +1,8 @@
 """Checks of the CUDA kernels' machine code: early arrivals at barriers, and collectives of diverged lanes.
 
 Instructions with variable latency set one of six scoreboards. Every instruction can wait for scoreboards. The encoding
-since compute capability 7.0 is as follows. In an instruction's upper 64 bits, bits 46 to 48 are the number of the
-scoreboard that it sets. Bits 52 to 57 are a bit mask of the scoreboards that it waits for.
+since compute capability 7.0 is as follows. In the upper 64 bits of an instruction, bits 46 to 48 are the number of the
+scoreboard that the instruction sets. Bits 52 to 57 are a bit mask of the scoreboards that it waits for.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
 
     Loads and shuffles share a queue and complete in issue order. A load without a scoreboard has therefore completed
     when a later load or shuffle with a scoreboard has completed. ptxas relies on this order for matrix instructions
-    that read loaded data. The scan is linear. Of all branches it follows only backward branches, from the end of a loop
-    to its beginning.
+    that read loaded data. The scan goes through the code in address order. It follows only one kind of branch: from the
+    end of a loop to its beginning.
     """
     code = list(instructions)
     found: list[Instruction] = []
@@ -92,7 +92,7 @@ def early_arrivals(instructions: Iterable[Instruction]) -> list[Instruction]:
 def divergent_collectives(instructions: Iterable[Instruction]) -> list[Instruction]:
     """Return branches to code that reconverges a warp. ptxas inserts them if a collective's lanes may have diverged.
 
-    The usual cause is a shuffle in a branch that only some lanes take. Such a warp waits forever.
+    The usual cause is a shuffle in a branch that only some lanes take. A warp that runs this shuffle waits forever.
     """
     return [each for each in instructions if "BRA.DIV" in each.text]
 

@@ -23,8 +23,8 @@ APART = frozenset(
         "tests/tpu/test_compiled_meshes.py",
     }
 )
-#: Parametrized tests whose cases run on one worker in GPU runs, because two cases at a time would not fit in memory. In
-#: GPU runs, all other tests are distributed individually.
+#: Parametrized tests whose cases all run on one worker in GPU runs, because two cases at a time would not fit in GPU
+#: memory. In GPU runs, all other tests are distributed individually.
 TOGETHER_ON_GPUS = frozenset({"tests/gpu/test_hopper.py::test_arrays_of_more_than_2_31_elements"})
 
 

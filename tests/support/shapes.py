@@ -42,7 +42,7 @@ def has_shapes(hint: Any) -> bool:
 def check(value: Any, hint: Any, sizes: Sizes, where: str) -> None:
     """Raise if arrays do not have their annotated shapes.
 
-    ``sizes`` has the known extents by name. Extents with new names are added to it.
+    ``sizes`` maps names to known extents. This function adds the extents with new names.
     """
     if value is None or hint is None:
         return
