@@ -1,7 +1,7 @@
 // Benchmark kernels (rungs). They use the matrix products and the shared-memory layout of the portable kernels.
 //
-// A CTA computes a tile of queries, and each of its warps 16 or 32 of these queries. The CTA reads all keys that its
-// queries attend to, one tile at a time.
+// A CTA computes a tile of queries, and each of its warps computes 16 or 32 of these queries. The CTA reads all keys
+// that its queries attend to, one tile at a time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +20,8 @@ namespace natten_jax::bench {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-/// Size of the tiles, and minimum number of CTAs per SM that register usage must allow.
+/// Numbers of queries and keys per tile. The compiler limits the registers of a thread such that `kOccupancy` CTAs fit
+/// on an SM.
 template <int kWarps, int kRowBlocks_, int kKeys_, int kOccupancy_>
 struct Tiles {
   static constexpr int kThreads = 32 * kWarps;
@@ -130,8 +131,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kOccupancy)
   }
 
   const typename Product::template ReadA<Tile> read_q(shared_address(shared.q), warp_row);
-  // Factor of the logits. kBasic multiplies the logits by it before the maximum. Later rungs multiply and subtract in
-  // one step, and the factor includes log2(e).
+  // Scale of the logits. kBasic multiplies each logit by the scale before it computes the maximum. For later rungs, the
+  // scale includes log2(e), and one instruction multiplies a logit and subtracts the maximum.
   const float exponent_scale = Traits::kHasMath ? p.scale * kLog2e : p.scale;
   const auto exponential = [](float x) __attribute__((always_inline)) {
     if constexpr (Traits::kHasMath) {

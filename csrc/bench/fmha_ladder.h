@@ -1,5 +1,5 @@
-// Attention kernels with fewer optimisations than the production kernels. Benchmarks compare their times to measure the
-// gain of each optimisation.
+// Attention kernels with fewer optimizations than the production kernels. Benchmarks compare the times of these kernels
+// to measure the gain of each optimization.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,11 +10,10 @@
 
 namespace natten_jax::bench {
 
-/// Kernels in the order of the benchmark's ladder. Each kernel (rung) also has the optimisations of the rungs before
-/// it.
+/// Benchmark kernels (rungs), fewest optimizations first. Each rung also has the optimizations of the rungs before it.
 enum class Rung {
-  kBasic = 1,  ///< Tensor cores and natural exponentials. Loads do not overlap with products, and transpose keys.
-  kMath = 2,   ///< Exponentials in base 2 that include the scale, and approximate division.
+  kBasic = 1,  ///< Tensor cores, natural exponentials. Loads do not overlap with products. Keys are transposed.
+  kMath = 2,   ///< Exponentials in base 2, with the scale in their argument. Approximate division.
   kMemory = 3  ///< Asynchronous copies, one tile ahead. Keys are not transposed in shared memory.
 };
 

@@ -40,8 +40,8 @@ bool has_padding(const Problem& problem, const std::int32_t* layouts, bool are_q
   return false;
 }
 
-/// True if some local keys lie outside the global layout: a halo at the edge of the layout contains such keys. No item
-/// owns them, so no kernel writes their gradients.
+/// True if some local keys lie outside the global layout. Halos at the edges of the layout contain such keys. No item
+/// owns these keys, so no kernel writes their gradients.
 bool has_keys_outside(const Problem& problem) {
   for (const Axis& axis : problem.axes) {
     if (axis.kv.origin < 0 || axis.kv.origin + axis.kv.local_extent > axis.kv.extent) return true;

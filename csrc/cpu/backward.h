@@ -13,8 +13,7 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Values that the backward passes need per query, in addition to its vectors. Each member is an array with one float
-/// per query.
+/// Scalars of each query that the backward passes need. Each member is an array with one float per query.
 struct QueryValues {
   float* logsumexp;  ///< In base 2. +inf for a query without keys, so that its probabilities are zero.
   float* distance;   ///< `distance` and `log2_sum` are the parts of Remainder (natten_jax/logsumexp.h).
@@ -95,12 +94,12 @@ void query_gradient(const Plan& plan, const Item& item, std::byte* scratch) {
     store_lanes(w.blocks[i], w.sums_a + i * p.head_dim * kLanes, p.head_dim, scale, w.lines,
                 static_cast<T*>(plan.arrays.query_gradient));
   }
-  // The item's sums are added to the sums of several items. Two levels keep rounding errors small, as in
-  // accumulate_columns.
+  // `w.table` holds the sums of this item. They are added to `item.table_sums`, the sums of several items. As in
+  // accumulate_columns, two levels of sums keep rounding errors small.
   for (std::int64_t entry = 0; entry < entries; ++entry) item.table_sums[entry] += w.table[entry];
 }
 
-/// Sets `values` to the values of all queries of a box, in the order of for_each_masked_row.
+/// Sets `values` to the QueryValues of all queries of a box, in the order of for_each_masked_row.
 NATTEN_JAX_INLINE void load_query_values(const Arrays& arrays, const TokenMap& tokens, std::int64_t first_row,
                                          std::int64_t heads, const Box& box, const QueryValues& values) {
   std::int64_t i = 0;
@@ -115,7 +114,7 @@ NATTEN_JAX_INLINE void load_query_values(const Arrays& arrays, const TokenMap& t
   }
 }
 
-/// Replaces logits by probabilities, and products of output cotangents and values by gradients of the logits.
+/// Replaces `logits` by probabilities. Replaces `products` (output cotangents times values) by gradients of the logits.
 NATTEN_JAX_INLINE void differentiate(const LaneBlock& block, const Box& box, bool is_masked, std::int64_t rows,
                                      const QueryValues& values, float* logits, float* products) {
   const auto probability_of = [&](std::int64_t row) {

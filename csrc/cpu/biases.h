@@ -132,7 +132,7 @@ NATTEN_JAX_INLINE void add_biases(const Plan& plan, const Item& item, const Toke
   }
 }
 
-/// Adds the gradients of a box's logits to `sums`, the gradients of the bias tables.
+/// Adds `gradients`, the gradients of a box's logits, to `sums`, the gradients of the bias tables.
 NATTEN_JAX_INLINE void add_to_tables(const Plan& plan, const LaneBlock& block, const Box& box, const float* gradients,
                                      float* sums) {
   const auto last = static_cast<std::int32_t>(plan.problem.heads_per_kv() * plan.offsets.entries - 1);

@@ -1,4 +1,4 @@
-// Selection of an instruction set. The kernels are compiled once for each.
+// Selection of an instruction set. The kernels are compiled once per instruction set.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
 // Element types in memory, and conversions to and from float. The conversions consist of bit operations and additions,
-// which compilers vectorise.
+// which compilers vectorize.
 //
 // This is kernel code: it is compiled once per instruction set, each time in a separate namespace.
 #pragma once
@@ -39,8 +39,8 @@ NATTEN_JAX_INLINE float to_float(Half x) {
   const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
   const std::uint32_t magnitude = static_cast<std::uint32_t>(x.bits & 0x7fffu) << 13;
   const std::uint32_t normal = magnitude + (112u << 23);
-  // A denormal half has exponent -14 and no implicit leading one. A float with this exponent and mantissa has one, so
-  // subtract it.
+  // A denormal half has exponent -14 and no implicit leading one. A float with this exponent and mantissa has an
+  // implicit leading one, so subtract it.
   const float denormal = bit_cast<float>(magnitude + (113u << 23)) - bit_cast<float>(113u << 23);
   const std::uint32_t finite = magnitude < (1u << 23) ? bit_cast<std::uint32_t>(denormal) : normal;
   return bit_cast<float>(sign | (magnitude >= (31u << 23) ? magnitude + (224u << 23) : finite));

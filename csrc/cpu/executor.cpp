@@ -25,8 +25,9 @@ Scratch allocate_scratch(std::size_t bytes) {
       static_cast<std::byte*>(::operator new(std::max<std::size_t>(bytes, 1), kScratchAlignment, std::nothrow)));
 }
 
-/// State of one call, shared by the threads that process its items. A closure may start after the call has returned. It
-/// keeps this state alive but finds no item left, so it does not access `item`, which was on the caller's stack.
+/// State of one call, shared by the threads that process its items. A closure may start after the call has returned.
+/// The closure owns a reference to this state, so the state still exists. No item is left by then, so the closure does
+/// not access `item`, which was on the caller's stack.
 struct Shared {
   std::int64_t count;
   std::size_t scratch_bytes;
@@ -76,7 +77,7 @@ bool run_items(const Executor& executor, std::int64_t count, std::size_t scratch
     const std::int64_t helpers = std::min(executor.threads, count - 1);
     for (std::int64_t i = 0; i < helpers; ++i) executor.schedule([shared] { shared->help(); });
   } catch (...) {
-    // Scheduling failed, so there are fewer helpers. The calling thread processes the items that they do not process.
+    // A closure could not be scheduled. The calling thread processes the items that no other thread takes.
   }
   shared->work(scratch.get());
   shared->wait();

@@ -10,7 +10,7 @@
 namespace natten_jax::cpu {
 
 #if defined(__SSE__)
-constexpr std::uint64_t kFlushBits = 0x8040;  // MXCSR.FTZ flushes denormal results, MXCSR.DAZ operands.
+constexpr std::uint64_t kFlushBits = 0x8040;  // FTZ of MXCSR flushes denormal results, DAZ flushes denormal operands.
 
 inline std::uint64_t float_mode() {
   return _mm_getcsr();
@@ -41,8 +41,8 @@ inline std::uint64_t float_mode() {
 inline void set_float_mode(std::uint64_t) {}
 #endif
 
-/// During its lifetime, the thread flushes denormal numbers to zero. Threads may have different modes before, but
-/// results must not depend on the thread that computes them.
+/// Makes the current thread flush denormal numbers to zero while the object exists. Otherwise, results could depend on
+/// the thread that computes them, because threads may have different modes.
 class FlushDenormals {
  public:
   FlushDenormals() : saved_(float_mode()) { set_float_mode(saved_ | kFlushBits); }

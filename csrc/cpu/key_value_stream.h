@@ -12,8 +12,8 @@ namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
 /// Calls visit(block number, box, is_masked, rows, is_in_layout) for each lane block and each box of keys that its
-/// queries see. Before each call, it writes the addresses of the box's keys and values, and the logits, to the
-/// workspace.
+/// queries see. Before each call, computes the logits of the block and the box, and writes them to the workspace, as
+/// well as the addresses of the box's keys and values.
 ///
 /// Args:
 ///   plan: plan of the pass.

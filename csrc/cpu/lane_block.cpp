@@ -26,8 +26,8 @@ class Visibility {
     const Range<std::int64_t> range = owns_queries_
                                           ? window_bounds(axis_.window, index, key_length_)
                                           : inverse_window_bounds(axis_.window, index, query_length_, key_length_);
-    // If the dimension wraps, the range may extend past its ends. The streaming code finds the tokens that exist
-    // locally.
+    // If the dimension wraps, the range may extend past its ends. The streaming code then selects the tokens of the
+    // range that exist locally.
     return axis_.window.ends == Ends::kWrap ? range : intersection(range, local_);
   }
 
@@ -106,8 +106,8 @@ void fill_lanes(const Box& box, std::int64_t head_begin, std::int64_t head_end, 
 /// Sets `bias_index` of a block. Its lanes and its hull must be set before.
 void fill_bias_indices(const Plan& plan, const Box& box, const std::int64_t (&pitch)[kRank], LaneBlock& block) {
   const OffsetTable& offsets = plan.offsets;
-  // Entry of the first lane's token, which is the first token of the box. An entry's index increases with the index of
-  // the key, and decreases with the index of the query.
+  // Index of the bias entry for the first lane's token (the first token of `box`) and the first token of the hull. An
+  // entry's index increases with the index of the key, and decreases with the index of the query.
   std::int64_t first_index = 0;
   for (int dim = 0; dim < kRank; ++dim) {
     first_index += (block.hull.begin[dim] - box.begin[dim]) * pitch[dim] + offsets.reach[dim] * offsets.pitch[dim];

@@ -20,7 +20,7 @@ struct Box {
 /// repeats with its period.
 struct Repetition {
   Range<std::int64_t> tokens;
-  std::int64_t period;  ///< 0 if the dimension does not wrap. All indices are then indices of tokens.
+  std::int64_t period;  ///< 0 if the dimension does not wrap. Every index is then the index of an existing token.
 
   /// Distance from `tokens` to the last repetition that begins at or before `index`.
   std::int64_t shift(std::int64_t index) const {
@@ -65,8 +65,8 @@ struct alignas(64) LaneBlock {
   std::int64_t row[kLanes];
   /// Query head of each lane, counted from the first query head that shares the keys; 0 if the lanes hold keys.
   std::int32_t head[kLanes];
-  /// Index of the relative-bias entry of each lane for the first token of `hull`. It is counted from the table of the
-  /// first query head that shares the keys. Not set without relative biases.
+  /// Index of each lane's relative-bias entry for the first token of `hull`. Index 0 is the first entry in the table of
+  /// the first query head that shares the keys. Not set without relative biases.
   std::int32_t bias_index[kLanes];
   int active;  ///< Number of lanes whose results are stored.
   Box hull;    ///< Bounding box of all tokens that at least one lane sees.

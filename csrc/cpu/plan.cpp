@@ -36,7 +36,7 @@ std::vector<Segment> cut(const Axis& axis, Pass pass, std::int64_t tile) {
   const std::int64_t end = tokens.origin + tokens.local_extent;
   const std::int64_t last = std::min(wraps ? end : std::min(end, tokens.extent), first + dilation);
   std::vector<Segment> segments;
-  // Every group that has local tokens has one among the first `dilation` local coordinates.
+  // In every group that has local tokens, the first local token is among the first `dilation` local coordinates.
   for (std::int64_t coordinate = first; coordinate < last; ++coordinate) {
     const std::int64_t group = coordinate - divide_down(coordinate, dilation) * dilation;
     const Range<std::int64_t> local = tokens.local_indices(axis.window, group);
@@ -60,9 +60,9 @@ double union_extent(const Axis& axis, std::int64_t count, std::int64_t tile) {
 
 /// Chooses the shape of the lane blocks such that the blocks of an item visit the fewest stream tokens in total.
 ///
-/// If the box has fewer tokens than there are lanes, the other lanes hold the same tokens for further query heads of
-/// the group. If several shapes are equally good, the one with the most tokens in the last dimension is chosen, because
-/// rows are contiguous in that dimension.
+/// If the box has fewer tokens than there are lanes, the other lanes hold the same tokens for further query heads that
+/// share the KV head. If several shapes are equally good, the one with the most tokens in the last dimension is chosen,
+/// because rows are contiguous in that dimension.
 void choose_lane_box(Plan& plan, const std::int64_t* tile) {
   const Problem& p = plan.problem;
   const std::int64_t group_heads = plan.pass == Pass::kKeyValueGradient ? 1 : p.heads_per_kv();

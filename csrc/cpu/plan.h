@@ -22,9 +22,9 @@ namespace natten_jax::cpu {
 
 inline constexpr int kLanes = 16;
 
-/// Number of values per lane in addition to its vectors. Lanes of the forward pass have the maximum and the sum of a
-/// query's softmax, and its exponent scale. Lanes of the query-gradient pass have QueryValues and the exponent scale.
-/// Lanes of the key/value-gradient pass have a key's bias and the gradient of this bias.
+/// Number of scalars per lane, stored in addition to the lane's vectors. Lanes of the forward pass have the maximum and
+/// the sum of a query's softmax, and its exponent scale. Lanes of the query-gradient pass have QueryValues and the
+/// exponent scale. Lanes of the key/value-gradient pass have a key's bias and the gradient of this bias.
 inline constexpr int kStatistics = 5;
 
 /// Number of rows of padding after the rows of a stream tile. Micro-kernels process rows in groups, and the last group
@@ -72,7 +72,7 @@ struct Workspace {
   float* packed_a;       ///< [rows][head_dim]: stream rows that were converted to float.
   float* packed_b;       ///< [rows][head_dim_v]: stream rows that were converted to float.
   float* lines;          ///< [kLanes][larger head_dim]: rows of the lanes before or after a transpose.
-  std::size_t bytes;     ///< Total size of the buffers.
+  std::size_t bytes;     ///< Total size of the buffers, in bytes.
 };
 
 /// One pass of one call, divided into items.
@@ -80,7 +80,8 @@ struct Plan {
   Problem problem;
   Arrays arrays;
   Pass pass;
-  OffsetTable offsets;              ///< Of relative biases, for the call's windows. Entries may have smaller windows.
+  /// Table of relative biases, for the windows of the call. Batch entries may have smaller windows.
+  OffsetTable offsets;
   std::int64_t lane_box[kRank];     ///< Tokens per dimension of a lane block.
   std::int64_t lane_heads;          ///< Number of query heads that share a lane block; 1 if the pass owns keys.
   std::int64_t stream_tile[kRank];  ///< Tokens per dimension of a stream tile.
@@ -92,7 +93,7 @@ struct Plan {
   std::int64_t items() const;
   Item item(std::int64_t index) const;
 
-  /// Buffers of an item in scratch memory. If `scratch` is null, only their size is set.
+  /// Buffers of an item in scratch memory. If `scratch` is null, sets only `bytes`.
   Workspace workspace(std::byte* scratch) const;
 };
 

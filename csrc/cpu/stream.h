@@ -13,7 +13,7 @@
 namespace natten_jax::cpu::NATTEN_JAX_ISA {
 namespace {
 
-/// Rows of floats, one per token of a stream tile.
+/// Rows of a stream tile, as floats. Each token of the tile has a row.
 struct FloatRows {
   const float* base;          ///< Row of the tile's first token.
   std::int64_t begin[kRank];  ///< Group indices of the tile's first token.
@@ -133,9 +133,9 @@ NATTEN_JAX_INLINE FloatRows float_rows(const Box& tile, const TokenMap& tokens, 
 
 /// Visits the stream tokens that the lane blocks of an item see, in boxes of at most one stream tile.
 ///
-/// Rows of float arrays are used in place. Each block then has separate tiles, which start at its hull, so that their
-/// number is minimal. Rows of other types are converted. All blocks then share tiles, so that each row is converted
-/// only once.
+/// If `T` is float, rows are used in place. Each block has separate tiles, which start at the block's hull, so that the
+/// number of tiles is minimal. If `T` is another type, rows are converted. All blocks share the tiles, so that each row
+/// is converted only once.
 ///
 /// Args:
 ///   blocks: the lane blocks.

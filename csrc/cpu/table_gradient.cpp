@@ -27,7 +27,8 @@ struct ItemRange {
 /// ItemRanges of all key/value heads, in the order of the flattened [batch, heads_kv].
 struct ItemRanges {
   std::vector<ItemRange> all;
-  std::vector<std::int64_t> first_of_head;  ///< Index of each head's first range, then the number of ranges.
+  /// Per head: index of its first range in `all`. The last element is the size of `all`.
+  std::vector<std::int64_t> first_of_head;
 };
 
 ItemRanges divide_items(const Problem& problem, const std::vector<Part>& parts) {

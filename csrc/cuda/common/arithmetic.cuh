@@ -1,4 +1,4 @@
-// Arithmetic that the softmaxes of all kernels share: element types, functions of one instruction, and bounds.
+// Arithmetic that the softmaxes of all kernels share: element types, wrappers of single instructions, and bounds.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -13,7 +13,7 @@
 
 namespace natten_jax {
 
-/// Properties of an element type in kernels. Types without a specialisation do not compile.
+/// Properties of an element type in kernels. Types without a specialization do not compile.
 ///
 ///   Pair           CUDA's type for two neighboring elements
 ///   kLargestExact  largest magnitude of a logsumexp, in base 2 or natural, that needs no remainder: its rounding error
@@ -91,9 +91,9 @@ CUTE_DEVICE bool has_remainder(float logsumexp) {
   return fabsf(logsumexp) > ElementTraits<Element>::kLargestExact && fabsf(logsumexp) < INFINITY;
 }
 
-/// Copies a number to another register, without the compiler noticing that both numbers are equal. If two elements of
-/// an accumulator started with equal numbers, ptxas would keep them in one register, and copy it before each matrix
-/// instruction.
+/// Copies a number to another register, such that the compiler cannot infer that the registers hold equal numbers. If
+/// two elements of an accumulator started with equal numbers, ptxas would keep them in one register, and copy it before
+/// each matrix instruction.
 CUTE_DEVICE float opaque_copy(float x) {
   float copy;
   asm volatile("min.NaN.f32 %0, %1, 0f7f800000;" : "=f"(copy) : "f"(x));

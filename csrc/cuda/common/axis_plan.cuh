@@ -51,9 +51,10 @@ struct QueryAxisPlan {
         kernel_size(entry.kernel_size),
         stride(entry.stride) {}
 
-  /// Range of local keys that the query at `coordinate` of the tile attends to. Past the last query, it is the range of
-  /// the last query. If the dimension wraps, the range may extend past the ends of the dimension. Otherwise, both
-  /// bounds are clamped, so that ranges do not overflow if an origin places queries far outside the layout.
+  /// Range of local keys that the query at `coordinate` of the tile attends to. If `coordinate` lies past the last
+  /// query, returns the range of the last query. If the dimension wraps, the range may extend past the ends of the
+  /// dimension. Otherwise, both bounds are clamped, so that ranges do not overflow if an origin places queries far
+  /// outside the layout.
   ///
   /// `is_plain`: see EntryWindows.
   CUTE_DEVICE int2 visible_keys(const DeviceAxis& axis, int coordinate, bool is_plain = false) const {

@@ -92,7 +92,8 @@ struct LaneMask<BoxMask<kTile, kByTile>> {
     CUTE_UNROLL
     for (int d = 0; d < 3; ++d) {
       address[d] = cute::cast_smem_ptr_to_uint(mask.words + mask.offset[d] + lane4);
-      // Hides how the address was computed. If registers are scarce, the compiler would recompute it for every tile.
+      // Hides from the compiler how the address was computed. Otherwise, if registers are scarce, the compiler would
+      // recompute the address for every tile.
       asm volatile("" : "+r"(address[d]));
     }
   }

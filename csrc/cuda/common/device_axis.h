@@ -42,8 +42,8 @@ struct DeviceAxis {
   CUTLASS_HOST_DEVICE bool is_causal() const { return ends == Ends::kCausal; }
 };
 
-/// Position in a tile of its `i`th token. Tokens are numbered with the last dimension fastest. `kByTile` divides by the
-/// extent of a tile.
+/// Position in a tile of its `i`th token. Tokens are numbered with the last dimension fastest. `kByTile` is the member
+/// of DeviceAxis that divides by the tile's extent.
 template <cutlass::FastDivmod DeviceAxis::* kByTile>
 CUTLASS_HOST_DEVICE int3 position_in_tile(const DeviceAxis (&axis)[3], int i) {
   int3 at;
@@ -53,7 +53,7 @@ CUTLASS_HOST_DEVICE int3 position_in_tile(const DeviceAxis (&axis)[3], int i) {
   return at;
 }
 
-/// Converts an axis to 32-bit numbers. The checks of a problem ensure that its numbers fit.
+/// Converts an axis to 32-bit numbers. The checks of a problem ensure that the axis's numbers fit.
 inline DeviceAxis device_axis(const Axis& axis, std::int64_t q_tile, std::int64_t kv_tile) {
   DeviceAxis result{};
   const std::int64_t dilation = axis.window.dilation;

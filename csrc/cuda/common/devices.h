@@ -12,7 +12,7 @@ struct CudaDevice {
   int compute_major;
   int compute_minor;
   int multiprocessors;
-  int shared_memory_per_block;  ///< Maximum per block with opt-in, in bytes.
+  int shared_memory_per_block;  ///< Maximum per block, with opt-in (larger than the default maximum), in bytes.
   std::size_t global_memory;    ///< Bytes.
 };
 

@@ -30,8 +30,8 @@ struct Origin {
   }
 };
 
-/// Windows of a batch entry in one dimension, for the functions of natten_jax/windows.h. They are the windows of the
-/// launch. If these do not fit the entry's layout, they are the largest windows that fit.
+/// Windows of a batch entry in one dimension, for the functions of natten_jax/windows.h. If the windows of the launch
+/// fit the entry's layout, they are the entry's windows. Otherwise, the entry has the largest windows that fit.
 ///
 /// `is_plain`: true if entries have the layout of the launch, and no dimension cuts or wraps windows. It is a constant
 /// of the kernel. If it is true, the code for other cases is not compiled.
@@ -49,8 +49,8 @@ struct EntryWindows {
   CUTLASS_HOST_DEVICE int stride_group(int index) const {
     if (stride == axis.stride) return axis.stride_group(index);
     // The entry's stride is smaller than the stride of the launch. Its window then contains all tokens of a dilation
-    // group, or all but one, and is not smaller than the stride. So all tokens lie in the first two stride groups, and
-    // the third stands for all later ones.
+    // group, or all but one, and is not smaller than the stride. So all tokens lie in the first two stride groups. Any
+    // index past these two groups is assigned to the third.
     return ((index >= stride) + (index >= 2 * stride)) * stride;
   }
   CUTLASS_HOST_DEVICE int dilations(int extent) const { return axis.dilations(extent); }
@@ -74,7 +74,7 @@ class EntryLayout {
     if (is_separate_) lane_number_ = load_written(layouts + batch * kNumbers + lane);
   }
 
-  /// Copy in shared memory of the last layout that a warp has loaded. `entry` must be initialised to a negative number.
+  /// Copy in shared memory of the last layout that a warp has loaded. `entry` must be initialized to a negative number.
   struct Cache {
     int numbers[kRank * kRank];
     int entry;

@@ -16,11 +16,11 @@ constexpr std::size_t kMostParameterBytes = 32764;
 struct LaunchShape {
   dim3 blocks;        ///< Extents of the grid.
   int threads;        ///< Threads of a block.
-  int shared_memory;  ///< Dynamic, in bytes.
+  int shared_memory;  ///< Dynamic shared memory of a block, in bytes.
   cudaStream_t stream;
   /// PDL: the kernel starts when the previous kernel allows it. Every kernel with this flag must call
-  /// `wait_for_previous_kernel`. Before this call, it must not read what the previous kernel writes. It must not write
-  /// either (FillTime::kOverlapping of padding.h is an exception).
+  /// `wait_for_previous_kernel`. Before this call, the kernel must not read what the previous kernel writes. It must
+  /// also not write anything (FillTime::kOverlapping of padding.h is an exception).
   bool overlaps = false;
 };
 
@@ -69,7 +69,8 @@ __device__ inline void allow_next_kernel() {
 
 /// Loads data with ld.global.cg. This is needed under PDL if kernel C reads what kernel A has written, and kernel B was
 /// launched between them. If B waited for A before it allowed C to start, A has ended. But A's writes are guaranteed to
-/// be visible only to threads that wait themselves: L1 may be stale in C, so this function reads L2.
+/// be visible only to threads that have called `wait_for_previous_kernel`. For other threads of C, L1 may be stale, so
+/// this function reads L2.
 template <class Number>
 __device__ __forceinline__ Number load_written(const Number* number) {
   return __ldcg(number);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kMostArrays = 3;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kSegmentBytes = 1 << 13;       // maximum that a warp fills per step, unless a token is larger
+constexpr int kSegmentBytes = 1 << 13;       // maximum that a warp fills per step; one token if that is larger
 constexpr std::int64_t kBlocks = 1 << 11;    // enough CTAs for all SMs
 constexpr std::int64_t kFewBlocks = 1 << 8;  // few enough to leave room for other kernels
 
@@ -58,9 +58,9 @@ struct Segments {
   }
 };
 
-/// Fills the padding in each segment. The segments of all batch entries are distributed over the warps in turn. If each
-/// entry had separate CTAs, the CTAs of the entries with the most padding would end last: for sequences of which half
-/// was padding, the kernel took 35 microseconds.
+/// Fills the padding in each segment. The segments of all batch entries are distributed over the warps in turn. With
+/// separate CTAs per entry, the CTAs of the entries with the most padding ended last: the kernel took 35 microseconds
+/// if half of the tokens were padding.
 CUTE_DEVICE void fill_segments(const Padding& p) {
   int number = 0;
   while (number + 1 < p.arrays && blockIdx.x >= p.array[number + 1].first_block) ++number;

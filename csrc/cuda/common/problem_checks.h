@@ -44,8 +44,8 @@ inline Status check_rows(const Problem& problem) {
   for (const auto& [name, tokens, heads] :
        {std::tuple{"query", problem.queries(), problem.heads}, std::tuple{"key", problem.keys(), problem.heads_kv},
         std::tuple{"additional_keys", problem.additional_kv, problem.heads_kv}}) {
-    // Each factor fits into 31 bits, so a product of two factors fits into 64 bits. It is checked before it is
-    // multiplied by the third factor.
+    // Each factor fits into 31 bits, so the product of two factors fits into 64 bits. This product is checked before it
+    // is multiplied by the third factor.
     if (tokens > kMost || tokens * heads > kMost || tokens * heads * problem.batch > kMost) {
       return Status::invalid_argument(std::string(name) + " has 2^31 heads of all its tokens or more");
     }

@@ -17,7 +17,7 @@ CUTE_DEVICE float largest_of_row(float lane_maximum) {
   return fmaxf(lane_maximum, __shfl_xor_sync(0xffffffffu, lane_maximum, 2));
 }
 
-/// Factor that normalises the output of a row, given the sum of its weights. If the row has no keys, sum and factor are
+/// Factor that normalizes the output of a row, given the sum of its weights. If the row has no keys, sum and factor are
 /// zero.
 CUTE_DEVICE float normalisation(float sum) {
   return sum == 0.f ? 0.f : fast_reciprocal(sum);

@@ -108,7 +108,7 @@ struct TileSupply {
       const int first = round * static_cast<int>(gridDim.x);
       return first + static_cast<int>(round % 2 == 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     }
-    // A CTA that is done takes the next tile, because tiles differ in length, and SMs in speed.
+    // A CTA that is done takes the next tile, because tiles differ in length, and SMs differ in speed.
     return round == 0 ? blockIdx.x : gridDim.x + count_one_more(next_tile);
   }
 #endif
@@ -135,8 +135,9 @@ CUTLASS_HOST_DEVICE int longest_first(const DeviceAxis& axis, int i) {
 /// Order in which key/value tiles add to the query gradient, in one dimension: tiles `first`, `first` - 1, ..., 0, then
 /// the last tile down to tile `first` + 1.
 ///
-/// Every key/value tile iterates over its query tiles in ascending order. The next tile of this order usually has a
-/// lower index. So it starts at earlier queries and reaches the common queries after its predecessor.
+/// Every key/value tile iterates over its query tiles in ascending order. A tile usually has a lower index than its
+/// predecessor in this order. So it starts at earlier queries, and reaches the queries that both tiles share later than
+/// its predecessor does.
 struct AdditionOrder {
   int first;
 

@@ -94,9 +94,9 @@ CUTE_DEVICE void add_query_gradient(const BackwardParams& p, const typename Trai
   accumulate<Product, kRows / 16, kColumns / 16, Traits::kKeys / Product::kStep>(
       d_query, [&](auto& a, int m, int i) __attribute__((always_inline)) { read_a(a, 16 * m, i); },
       [&](auto& b, int n, int i) __attribute__((always_inline)) { read_b(b, 16 * n, i); });
-  // For 16-bit elements, another kernel scales dQ when it converts the float32 sums.
+  // For 16-bit elements, a later kernel scales dQ when it converts the float32 sums.
   const float scale = sizeof(typename Traits::Element) == 4 ? own.scale(p).query_gradient : 1.f;
-  // Tested once for all pairs of elements, because a test per pair would be a branch per pair.
+  // Computed once for all pairs of elements, because a test per pair would add a branch per pair.
   const bool is_whole = element0 + kColumns <= p.head_dim;
   float* sums = p.query_gradient + own.batch * p.query_gradient_batch + own.query_head(step) * p.query_gradient_head +
                 element0 + 2 * lane4;
@@ -132,8 +132,9 @@ CUTE_DEVICE void load_next(const BackwardParams& p, typename Traits::SharedStora
 
 /// The backward kernel. If `kIsPlain`, it supports only plain launches (`is_plain`), otherwise all launches.
 ///
-/// A single kernel for all launches would be slower (H100). Support of scales per head costs 1.5% (heads of 64).
-/// Support of layouts per batch entry, and of dimensions that cut or wrap windows, costs 1 to 3% (heads of 128).
+/// A single kernel for all launches would make plain launches slower (H100): by 1.5% because it supports scales per
+/// head (heads of 64), and by 1 to 3% because it supports layouts per batch entry and dimensions that cut or wrap
+/// windows (heads of 128).
 template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm80_fna_backward(const __grid_constant__ BackwardParams p) {

@@ -14,7 +14,8 @@ struct BackwardKeyBiased : Traits {
 
   struct SharedStorage : Traits::SharedStorage {
     float key_bias[Traits::kKeys];  // biases for the current query head, divided by the scale of the logits
-    // Several warps compute logits of the same keys and different queries. Each has its own row of partial sums of dS.
+    // Several warps compute logits of the same keys and different queries. Each of these warps has its own row of
+    // partial sums of dS.
     float bias_sums[Traits::LogitWarps::kColumnWarps][Traits::kKeys];
   };
 };

@@ -154,7 +154,7 @@ struct LogitTile {
     const LaneMask<QueryColumnMask> lane_mask(QueryColumnMask(shared.mask_words, p.axis), lane4);
     const int4 first = make_int4(step.walk.x, step.walk.y, step.walk.z, 0);
     constexpr int kHalf = kRows / 16;
-    std::uint32_t visible[2][kHalf] = {};  // initialised, because it would otherwise occupy registers between steps
+    std::uint32_t visible[2][kHalf] = {};  // initialized, because it would otherwise occupy registers between steps
     // Not unrolled: the compiler would predicate unrolled instructions, so steps without a mask would not skip them.
 #pragma unroll 1
     for (int half = 1; half >= 0; --half) {

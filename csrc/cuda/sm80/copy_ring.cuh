@@ -16,7 +16,7 @@ template <int kBuffers, int kThreads>
 struct CopyRing {
   std::uint64_t full[kBuffers], free[kBuffers];  // mbarriers
 
-  /// Initialises the mbarriers. The threads may use the ring only after a CTA barrier.
+  /// Initializes the mbarriers. The threads may use the ring only after a CTA barrier.
   CUTE_DEVICE void initialise() {
     if (threadIdx.x >= kBuffers) return;
     initialise(full[threadIdx.x]);
@@ -46,7 +46,7 @@ struct CopyRing {
   }
 
  private:
-  /// Initialises an mbarrier whose phase completes when all `kThreads` threads have arrived.
+  /// Initializes an mbarrier whose phase completes when all `kThreads` threads have arrived.
   CUTE_DEVICE static void initialise(std::uint64_t& barrier) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(kThreads) : "memory");
   }

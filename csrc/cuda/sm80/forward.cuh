@@ -49,9 +49,10 @@ CUTE_DEVICE void load_query(const ForwardParams& p, typename Traits::SharedStora
 
 /// The forward kernel. If `kIsPlain`, it supports only plain launches (`is_plain`), otherwise all launches.
 ///
-/// A single kernel for all launches would be slower (H100). Support of scales per head costs 1 to 5%: a common scale of
-/// all heads is a kernel parameter, which needs no register. Support of layouts per batch entry costs 1 to 3%: it adds
-/// planning code before the step loop, which changes the register allocation in the loop.
+/// A single kernel for all launches would make plain launches slower (H100). Support of scales per head takes 1 to 5%
+/// of the time, because such a scale needs a register; a common scale of all heads is a kernel parameter and needs
+/// none. Support of layouts per batch entry takes 1 to 3%, because it adds planning code before the step loop, which
+/// changes the register allocation in the loop.
 template <class Traits, bool kIsPlain>
 __global__ void __launch_bounds__(Traits::kThreads, 8 / Traits::kWarps)
     natten_jax_sm80_fna_forward(const __grid_constant__ ForwardParams p) {

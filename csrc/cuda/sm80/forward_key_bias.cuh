@@ -57,7 +57,7 @@ CUTE_DEVICE void load_biases(const ForwardParams& p, const typename Traits::Shar
 }
 
 /// Divides a step's biases by the scale of the logits, so that they can be added to products of queries and keys. Each
-/// thread converts the bias that it copied itself, so no barrier is needed before.
+/// thread converts the bias that it copied itself, so no barrier is needed between the copy and this call.
 template <class Traits>
 CUTE_DEVICE void prepare_biases(typename Traits::SharedStorage& shared, int step) {
   if (!Traits::kPreparesBiases || threadIdx.x >= Traits::kColumns) return;

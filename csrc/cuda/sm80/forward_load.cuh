@@ -29,9 +29,9 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
       const int head_bytes = head_dim * static_cast<int>(sizeof(typename Traits::Element));
       copy.copy(tile, base, head_bytes * p.heads_kv, head_bytes, tokens, visible);
     };
-    // If registers are few, the address of the values is read before the keys are copied. A read after these copies
-    // would wait until all of them are issued. If there are enough registers, the address is read after the copies of
-    // keys. Otherwise the compiler would compute the addresses of all tokens before the first copy.
+    // If registers are few, read the address of the values before the keys are copied: a later read would wait until
+    // all copies of keys are issued. If there are enough registers, read the address after the copies of keys: after an
+    // earlier read, the compiler would compute the addresses of all tokens before the first copy.
     const char* values;
     if constexpr (Traits::kFewRegisters) values = plan.values[is_window ? 0 : 1];
     if (kKeys) copy_one(k, plan.keys[is_window ? 0 : 1], p.head_dim);
@@ -56,7 +56,8 @@ CUTE_DEVICE void load_step(const ForwardParams& p, const typename Traits::Shared
 ///
 ///   kStages > 2   a ring: several stages are loaded while another is read
 ///   kStages 2     one stage is loaded while the other is read
-///   kStages 1     a step's values are loaded while its keys are read, the next step's keys while its values are read
+///   kStages 1     while a step's keys are read, its values are loaded; while its values are read, the next step's keys
+///                 are loaded
 ///   kStages 0     keys and values share one buffer, so no load overlaps with a read
 template <class Traits>
 struct StepCopies {

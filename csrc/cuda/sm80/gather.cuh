@@ -57,8 +57,8 @@ struct TokenBox {
 };
 
 /// Position of a token in a tile, packed into a word. Three bytes hold its coordinates x, y, z. The fourth byte is zero
-/// if the token exists, and otherwise one. All bytes are below 128, so that one subtraction of words compares all bytes
-/// with their ends.
+/// if the token exists, and otherwise one. All bytes are below 128, so that one subtraction of words compares all
+/// coordinates with the end of a box.
 struct PackedPosition {
   /// Packs the end of a box for `is_before`, relative to the first token (x, y, z) of a tile.
   CUTE_DEVICE static std::uint32_t ends(int4 end, int x, int y, int z) {
@@ -98,7 +98,7 @@ struct TileRows {
     tokens[index(row)] = exists ? at.x * pitch.x + at.y * pitch.y + at.z * pitch.z : 0;
   }
 
-  /// True if a row has a token, and the token lies before `ends` (of PackedPosition) in every dimension.
+  /// True if a row has a token, and the token lies before `ends`, a result of PackedPosition::ends, in every dimension.
   CUTE_DEVICE bool is_visible(std::uint32_t ends, int row) const {
     return PackedPosition::is_before(positions[index(row)], ends);
   }

@@ -66,7 +66,8 @@ Scale from_head(Scale scale, std::int64_t head) {
   return scale;
 }
 
-/// Chooses the form with the most keys among those that fit. Returns an error if none fits.
+/// Chooses the form that processes the most keys at a time, among the forms that fit the problem and the device.
+/// Returns an error if no form fits.
 Status choose_backward_form(const Problem& problem, const SharedMemory& memory, BackwardForm& chosen) {
   for (const BackwardForm& form : kBackwardForms) {
     if (!fits(form, kBackwardForms, problem, memory)) continue;

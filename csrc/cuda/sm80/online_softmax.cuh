@@ -11,14 +11,14 @@ namespace natten_jax::sm80 {
 
 /// Online softmax of `kRowBlocks` accumulator blocks of 16 rows. A lane holds elements of two rows of each block.
 ///
-/// A weight is exp2(logit * exponent_scale + offset). The offset of a row is an earlier maximum of its logits in base
-/// 2, negated. The offset changes, and earlier results are rescaled, only if a weight would exceed 2^kHeadroom. This is
-/// rare after a row's first keys.
+/// A weight is exp2(logit * exponent_scale + offset). The offset of a row is the negative of an earlier maximum of the
+/// row's logits, in base 2. The offset changes, and earlier results are rescaled, only if a weight would exceed
+/// 2^kHeadroom. This is rare after a row's first keys.
 ///
 /// If an offset is so large that its rounding would change weights, the warp subtracts the maximum from the logits
-/// before it multiplies them by `exponent_scale`. Offsets are then zero. The subtracted maxima are kept in shared
-/// memory, so that rows without large logits need no registers for them. Methods access them by `subtracted(i)`, which
-/// returns a reference to the subtracted maximum of the lane's row `i`.
+/// before it multiplies them by `exponent_scale`. The offsets are zero from then on. The subtracted maxima are kept in
+/// shared memory, so that rows without large logits need no registers for them. Methods access them by `subtracted(i)`,
+/// which returns a reference to the subtracted maximum of the lane's row `i`.
 template <int kRowBlocks>
 struct OnlineSoftmax {
   /// Offset of a row that has had no finite logits so far. With this offset, every finite logit exceeds the headroom,
@@ -26,7 +26,7 @@ struct OnlineSoftmax {
   static constexpr float kNothing = FLT_MAX;
 
   float exponent_scale;  // scale of the logits times log2(e); positive
-  float headroom;        // -infinity once maxima are subtracted, so that all later steps call `rescale`
+  float headroom;        // kHeadroom; -infinity once maxima are subtracted, so that every later step calls `rescale`
   float offset[kRowBlocks][2], row_sum[kRowBlocks][2];
 
   CUTE_DEVICE explicit OnlineSoftmax(float exponent_scale) : exponent_scale(exponent_scale), headroom(kHeadroom) {
@@ -37,7 +37,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Replaces the logits of a step by unnormalised weights, and adds these to `row_sum`. Rescales the output if needed.
+  /// Replaces the logits of a step by unnormalized weights, and adds these to `row_sum`. Rescales the output if needed.
   template <int kColumns, int kOutputs, class Subtracted>
   CUTE_DEVICE void update(float (&s)[kRowBlocks][kColumns][4], float (&o)[kRowBlocks][kOutputs][4],
                           const Subtracted& subtracted) {
@@ -105,8 +105,8 @@ struct OnlineSoftmax {
  private:
   CUTE_DEVICE bool subtracts() const { return headroom < 0.f; }
 
-  /// Sets the offsets to the maxima of the rows, negated, and rescales earlier results. `highest` holds the maxima over
-  /// the lane's columns and receives the maxima over all columns of the step.
+  /// Sets each offset to the negative of the row's maximum, and rescales earlier results. `highest` holds the maxima
+  /// over the lane's columns and receives the maxima over all columns of the step.
   template <int kColumns, int kOutputs, class Subtracted>
   CUTE_DEVICE void rescale(float (&highest)[kRowBlocks][2], float (&s)[kRowBlocks][kColumns][4],
                            float (&o)[kRowBlocks][kOutputs][4], const Subtracted& subtracted) {
@@ -139,7 +139,8 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Subtracts the maximum of each row so far from the row's logits. Sets `factor` to the factors of earlier weights.
+  /// Subtracts from each row's logits the row's maximum so far. Sets `factor` to the factors that rescale earlier
+  /// weights.
   template <int kColumns, class Subtracted>
   CUTE_DEVICE void subtract(const float (&highest)[kRowBlocks][2], float (&s)[kRowBlocks][kColumns][4],
                             float (&factor)[kRowBlocks][2], const Subtracted& subtracted) {

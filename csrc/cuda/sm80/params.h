@@ -19,7 +19,9 @@ struct ForwardParams {
   const void* additional_keys;
   const void* additional_values;
   const std::int32_t* origins;  // [2, 3]: query origin, key/value origin; null: zeros
-  const std::int32_t* layouts;  // [batch, 3, 3]: query origin, query extents, key/value extents; null: equal layouts
+  // [batch, 3, 3]: query origin, query extents and key/value extents of each batch entry. Null: all entries have the
+  // layout of the launch.
+  const std::int32_t* layouts;
   void* out;
   float* logsumexp;
   float* remainder;      // remainder of the logsumexp; null: not written
@@ -80,7 +82,8 @@ struct BackwardParams {
 };
 
 /// True if all heads have the same scale, all batch entries have the same layout, and no dimension cuts or wraps
-/// windows. Most launches are plain, and separate kernels without code for the other cases run them faster.
+/// windows. Most launches are plain. They have separate kernels, which are faster because they have no code for the
+/// other cases.
 template <class Params>
 bool is_plain(const Params& p) {
   const auto are_plain = [](const DeviceAxis& axis) { return axis.ends == Ends::kShift || axis.ends == Ends::kCausal; };

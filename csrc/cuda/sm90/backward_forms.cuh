@@ -15,8 +15,8 @@ namespace natten_jax::sm90 {
 
 /// Launches a kernel of form number `form` of kBackwardForms. A form has several kernels:
 ///
-///   for plain problems     used if the heads are not narrow (`is_narrow`)
-///   for narrow heads       supports all problems
+///   for plain problems     used for plain problems whose heads are not narrow (`is_narrow`)
+///   for narrow heads       used for narrow heads; supports all problems
 ///   for full heads         used for other problems whose heads are not narrow. With key biases, this kernel is not
 ///                          compiled, and the kernel for narrow heads is used instead.
 template <ElementType kType, bool kHasKeyBias>

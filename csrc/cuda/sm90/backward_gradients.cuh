@@ -123,7 +123,7 @@ class Differentiation {
     products.start_s(stage(), p.head_dim);
     wait(shared.full_out_cotangent[stage()], phase());
     products.start_ds(stage(), p.head_dim_v);
-    // Computes the mask while the products run.
+    // Computes the mask while the tensor cores compute the products.
     const int4 at = shared.tile[stage()];
     const bool is_masked = (at.w & kIsMasked) != 0;
     std::uint32_t visible[2];

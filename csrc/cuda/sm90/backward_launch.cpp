@@ -31,8 +31,8 @@ Problem heads_as_batch(const Problem& problem) {
   return result;
 }
 
-/// Encodes the tensor maps of a query array: one per class of dilation groups and, if there are additional tokens, one
-/// of the undilated layout.
+/// Encodes the tensor maps of a query array: one per class of dilation groups (kGroupClasses) and, if there are
+/// additional tokens, one of the undilated layout.
 Status encode_query_maps(const Problem& problem, Array array, const std::int64_t (&tile)[kRank],
                          CUtensorMap (&maps)[kQueryMaps]) {
   CUtensorMap classes[kGroupClasses];
@@ -184,8 +184,8 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   };
   if (is_deterministic && schedule.additional_tiles > 0) {
     // The query tiles for additional tokens are tiles of the undilated layout. They differ from the query tiles of
-    // dilation groups, so their turns must be counted separately. Tiles of additional tokens therefore have a separate
-    // launch, before the launch for the layout.
+    // dilation groups, so `additions` cannot count both kinds of query tiles. Tiles of additional tokens therefore have
+    // a separate launch, before the launch for the layout.
     const int all_tiles = schedule.tiles;
     schedule.tiles = schedule.additional_tiles;
     NATTEN_JAX_RETURN_IF_FAILED(launch());

@@ -10,7 +10,7 @@ namespace natten_jax::sm90 {
 
 constexpr int kPlannedAhead = 6;  // the next key/value tile is planned when this many query tiles are left to load
 
-/// Prefetches a tile's keys and values to L2. They are loaded to shared memory when the previous tile is done.
+/// Prefetches a tile's keys and values to L2. They are later loaded to shared memory, when the previous tile is done.
 template <class Traits>
 CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Traits::kKeys>& plan,
                                    const CUtensorMap* keys, const CUtensorMap* values) {
@@ -27,7 +27,7 @@ CUTE_DEVICE void prefetch_key_tile(const BackwardParams& p, const KeyTilePlan<Tr
 /// Takes the next position in the order of key/value tiles. Warp-collective.
 CUTE_DEVICE int take_position(const BackwardParams& p, bool is_first) {
   if (is_first && p.schedule.starts_at_block()) return blockIdx.x;
-  wait_for_previous_kernel();  // until it has cleared the counter
+  wait_for_previous_kernel();  // the previous kernel clears the counter of positions
   return p.schedule.take();
 }
 
@@ -93,8 +93,8 @@ CUTE_DEVICE void plan_key_tiles(const BackwardParams& p, typename Traits::Shared
       }
       kv.advance();
       slot.advance();
-      // Waits until the current tile is almost done. If CTAs took the next tile earlier, it would go to the CTA that
-      // started its tile first instead of the CTA that is done first.
+      // Waits until the current tile is almost done. If CTAs took tiles earlier, the next tile would go to the CTA that
+      // started its current tile first, not to the CTA that finishes first.
       wanted.wait_full(shared.wants_plan);
       wanted.advance();
     }
@@ -150,8 +150,8 @@ CUTE_DEVICE void load_query_tile(const BackwardParams& p, const KeyTilePlan<Trai
 /// Loads the query tiles of dO, and of Q unless `kLoadsApart`, for all key/value tiles of the CTA. Runs in one thread.
 template <class Traits>
 CUTE_DEVICE void load_query_tiles(const BackwardParams& p, typename Traits::SharedStorage& shared) {
-  // If tiles take turns, the next tile is not taken ahead. Otherwise, tiles with later turns would wait for it while
-  // this CTA still processes its current tile.
+  // If tiles take turns in adding to dQ, the CTA does not take its next tile before the current tile is done. A tile
+  // that is taken early would make the tiles with later turns wait until this CTA has finished its current tile.
   const int planned_ahead = p.schedule.additions == nullptr ? kPlannedAhead : 0;
   Ring<Traits::kStages> stage;
   for (Ring<2> slot; next_key_tile<Traits>(shared, slot); slot.advance()) {

@@ -13,8 +13,9 @@ using BackwardMaps = MapsOfEntries<kBackwardArrays, kGroupClasses>;
 
 template <int kKeys>
 struct KeyTilePlan {
-  // Bounding box of the local queries that attend to any key of the tile: x, y, z. If tiles take turns, hull_begin is
-  // rounded down to the start of a query tile. In dimensions that wrap, it is adjusted by `begin_at_seam`.
+  // Bounding box of the local queries that attend to any key of the tile: x, y, z. If key/value tiles take turns in
+  // adding to dQ, hull_begin is rounded down to the start of a query tile. If they do not, `begin_at_seam` adjusts
+  // hull_begin in dimensions that wrap.
   int4 hull_begin, hull_end;
   int4 inner_begin, inner_end;  // local queries that attend to every key of the tile: x, y, z
   int4 kv_begin;                // index of the tile's first key in the dilation group: x, y, z
@@ -196,7 +197,7 @@ struct OrderedAddition {
   int before;  // number of key/value tiles that add before this one
 };
 
-/// Computes the position of a key/value tile in this order, at one of its query tiles. Warp-collective.
+/// Computes the position of a key/value tile in this order, for the query tile at `at`. Warp-collective.
 ///
 /// The key/value tiles to which the query tile attends form a box. All tiles of the box add to the dQ of the query
 /// tile, in the order of KeyTileSchedule. `before` is computed from two numbers per dimension: the extent of the box in
@@ -210,8 +211,8 @@ CUTE_DEVICE OrderedAddition plan_addition(const BackwardParams& p, const KeyTile
   const int q_tile = axis.by_q_tile.divide(q_begin);
   int before, tiles, q_tiles = axis.q_tiles;
   if (plan.is_additional) {
-    // In the separate launch for additional tokens, query tiles are tiles of the undilated layout. All of them attend
-    // to all additional tokens.
+    // In the separate launch for additional tokens, query tiles are tiles of the undilated layout. All these query
+    // tiles attend to all additional tokens.
     before = d < 2 ? 0 : plan.kv_begin.z / p.kv_tile_tokens;
     tiles = 1;
     q_tiles = axis.by_q_tile.divide(axis.query_local_extent + axis.q_tile - 1);

@@ -7,7 +7,7 @@
 
 namespace natten_jax::sm90 {
 
-// Synchronisation of CTAs that take turns in adding to the same sums, in terms of the PTX memory model. The first CTA
+// Synchronization of CTAs that take turns in adding to the same sums, in terms of the PTX memory model. The first CTA
 // waits until TMA has added its dQ, which makes the new sums visible to the waiting thread. It then increments the
 // count with a release operation. The next CTA reads the count until it has the expected value. An acquire fence then
 // makes the new sums visible to this CTA. A second fence makes them visible to TMA, which adds in the async proxy.

@@ -12,7 +12,7 @@ constexpr int kConsumers = 2 * kWarpgroup;  // number of threads of the two cons
 constexpr int kThreads = kWarpgroup + kConsumers;
 constexpr int kConsumerWarps = kConsumers / kWarp;
 /// Role of each warp of the first warpgroup. Only one thread of warp kLoadsQueries does work. Only one thread of warp
-/// kStoresGradients does work unless key/value tiles take turns.
+/// kStoresGradients does work, unless key/value tiles take turns in adding to dQ (KeyTileSchedule).
 enum BackwardWarp { kLoadsQueries, kPlansKeys, kLoadsStatistics, kStoresGradients };
 // Flags of a query tile.
 constexpr int kIsMasked = 1;  // the tile needs a mask: some query does not attend to some key

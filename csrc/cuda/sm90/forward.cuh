@@ -18,7 +18,7 @@
 
 namespace natten_jax::sm90 {
 
-/// Prepares a CTA: initialises mbarriers and buffers, and prefetches tensor maps.
+/// Prepares a CTA: initializes mbarriers and buffers, and prefetches tensor maps.
 template <class Traits>
 CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage& shared) {
   if (p.clears_tiles) {
@@ -47,8 +47,8 @@ CUTE_DEVICE void prepare(const ForwardParams& p, typename Traits::SharedStorage&
     ClusterBarrier::init(&shared.first_key_loaded, 1);
     ClusterBarrier::init(&shared.full_q, 1);
     ClusterBarrier::init(&shared.empty_q, Traits::kSeparateOutput ? Traits::kConsumers : 1);
-    // If the launch continues earlier ones, every lane that fetches their results arrives. Otherwise, only the thread
-    // that stores output arrives.
+    // Arrivals: if the launch continues earlier launches, every lane of the warp that fetches their results; otherwise,
+    // only the thread that stores output.
     ClusterBarrier::init(&shared.empty_o, continues<Traits>(p) ? kWarp : 1);
     for (int i = 0; i < Traits::kPlans; ++i) {
       ClusterBarrier::init(&shared.full_plan[i], kWarp);
