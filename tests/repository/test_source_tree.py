@@ -61,8 +61,8 @@ class Environment:
         self.python = folder / "bin" / "python"
         (self.packages,) = folder.glob("lib/python*/site-packages")
         others = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
-        # Python imports modules from folders that a .pth file lists. In these folders, it ignores .pth files, such
-        # as those of editable installs.
+        # Python imports modules from folders that a .pth file lists. In these folders, it ignores .pth files, for
+        # example the files of editable installs.
         (self.packages / "others.pth").write_text("\n".join(others))
 
     def install(self) -> None:

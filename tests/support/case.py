@@ -186,7 +186,7 @@ class Case:
         return dataclasses.replace(self, edges=tuple(edges))
 
     def mask(self) -> np.ndarray:
-        """Return the oracle's visibility ``[query tokens, key tokens]``, with a batch axis if entries can differ."""
+        """Return the oracle's visibility ``[query tokens, key tokens]``, with a batch axis if masks can differ."""
         if self.is_placed:
             return np.stack([self._mask_of_entry(i, *facts) for i, facts in enumerate(self.entry_facts())])
         if self.queries is not None:

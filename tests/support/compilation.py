@@ -35,7 +35,7 @@ def without_quick_host_code(flags: str) -> str:
 
 
 def users_environment() -> dict[str, str]:
-    """Return the environment of a program that compiles with XLA's defaults, and so prints what users read."""
+    """Return the environment of a program that compiles with XLA's defaults and prints the same text as for users."""
     return {**os.environ, "XLA_FLAGS": without_quick_host_code(os.environ.get("XLA_FLAGS", ""))}
 
 

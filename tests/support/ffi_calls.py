@@ -282,7 +282,8 @@ def good_call(target: Target) -> Call:
         operands["first_query"] = np.zeros(3, np.int32)
         for name, value in (("out", 0), ("logsumexp", -np.inf), ("remainder", 0)):
             operands[f"earlier_{name}"][...] = value
-    # The shifts keep weights and their gradients in the range of float16. Logarithms in ``statistics`` have base 2.
+    # These shifts of random numbers keep weights and their gradients in the range of float16. The logarithms in
+    # ``statistics`` have base 2.
     for name, shift in (("logsumexp", 3), ("statistics", 12)):
         if name in operands:
             operands[name] += shift

@@ -1,8 +1,8 @@
 """The TPU kernels as a CPU backend: Pallas lowers them to operations that XLA runs.
 
 ``pytest -p tests.support.interpreted_tpu_family -k interpreted`` runs the family tests with this backend. Pallas's own
-interpreter detects races, but it cannot be compiled into programs of operators. ``tests/fuzz/interpreted.py`` uses it
-for direct calls of the backend.
+interpreter detects races, but operators cannot use it, because it cannot be part of a compiled program.
+``tests/fuzz/interpreted.py`` uses that interpreter for direct calls of the backend.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def cutlass_forms() -> Iterator[Form]:
 
 def biased_cases() -> Iterator[Case]:
     """Yield problems with two layouts and three head dimensions. Each problem has either one bias or sinks."""
-    # The first layout is for kernels without a ring buffer. The second has so much work that kernels with a ring buffer
+    # The first layout is for kernels without a ring buffer. The second layout is large, so kernels with a ring buffer
     # are faster.
     layouts = (
         Case((14, 18), (7, 7), batch=2, heads=2, heads_kv=2),

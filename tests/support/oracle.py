@@ -169,8 +169,8 @@ class Forward(NamedTuple):
 class Reference(NamedTuple):
     """Results of a problem, and for each result the magnitude of the terms that add up to it.
 
-    A floating-point computation cannot be more accurate than the rounding errors of the terms it adds. If a result is
-    small because its terms cancel, compare its error with this magnitude.
+    The rounding errors of a sum depend on the magnitude of its terms. If a result is small because its terms cancel,
+    compare its error with this magnitude instead of the result.
     """
 
     forward: Forward
