@@ -146,7 +146,7 @@ def _devices() -> str:
         passes = "any derivative, forward mode included" if has.is_plain_jax else ", ".join(PASSES)
         small = "" if has.converts_float8_to is None else "; 8-bit floats after conversion, forward only"
         if has.float8_dtypes:
-            small = f"; {', '.join(has.float8_dtypes)} if named, forward only"
+            small = f"; {', '.join(has.float8_dtypes)} in forward passes, if `backend=` names {_names(backend)}"
         types = ", ".join(has.dtypes) + small
         return _names(backend), devices, types, widths, passes, _schedules(backend)
 
@@ -208,7 +208,7 @@ def _queries() -> str:
         )
         return _code(*(BackendId(backend.family, each) for each in OPERATORS)), _code(*(f"{name}_*" for name in names))
 
-    return _markdown(("backends", "queries, `fna` or `fmha` for `*`"), map(row, backends.registered()))
+    return _markdown(("backends", "functions, with `fna` or `fmha` for `*`"), map(row, backends.registered()))
 
 
 def _configuration_queries() -> str:

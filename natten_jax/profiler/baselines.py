@@ -43,7 +43,7 @@ def check(name: str, flag: str, problem: Problem, device: Device, memory: int) -
     if name == "xla" and logits > memory:
         raise MemoryError(
             f"the xla baseline's logits take {logits / 2**30:,.1f} GiB: "
-            "leave it out, compare with flex-fna, or take fewer tokens or heads"
+            "omit it, compare with flex-fna, or take fewer tokens or heads"
         )
 
 

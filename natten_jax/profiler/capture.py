@@ -149,7 +149,7 @@ def capture_by_device(
             return [_iterations_by_device(events, each.program, is_only, iterations, platform) for each in launches]
         except CaptureError as error:
             problem = str(error)
-    raise CaptureError(f"the JAX profiler's trace is of no use after {_ATTEMPTS} attempts: {problem}")
+    raise CaptureError(f"the JAX profiler wrote no usable trace in {_ATTEMPTS} attempts: {problem}")
 
 
 def _trace(launches: Sequence[Launch], iterations: int, folder: Path | None) -> ProfileData:

@@ -198,7 +198,7 @@ class Options:
         if not every:
             size = " ".join(map(str, problem.query_layout))
             raise ValueError(
-                f"--devices {self.devices} cannot share the tokens equally that --split {self.split} names: "
+                f"--devices {self.devices} cannot share the tokens of --split {self.split} equally: "
                 f"the input size is {size}"
             )
         return min(every, key=lambda parts: bytes_received(problem, parts))
@@ -245,12 +245,12 @@ _NAME_IN_MESSAGE = re.compile(rf"(?<!-)\b({'|'.join(_NAMED)})\b")
 
 #: Flag of NATTEN's profilers that this profiler does not support -> advice to the user.
 FOREIGN_FLAGS = {
-    "--no-compile": "every program is compiled by XLA",
-    "--torch-compile": "every program is compiled by XLA: leave it out",
+    "--no-compile": "XLA compiles every program",
+    "--torch-compile": "XLA compiles every program: omit the flag",
     **dict.fromkeys(
         ("--fuse-add-kv", "--fuse-additional-kv", "--try-fuse-additional-kv"),
-        "additional tokens go into the kernel wherever it takes them: leave it out, or name an --fmha-backend to keep "
-        "them apart",
+        "additional tokens are passed to the attention kernel if it supports them: omit the flag, or name an "
+        "--fmha-backend to process them separately",
     ),
 }
 
@@ -296,10 +296,10 @@ def profiler_parser() -> Parser:
         help="head dim of value and output (default: --dim)")
     add("-w", "--window-size", dest="kernel_size", metavar="W", **extents,
         help="window size (default: the input size: self attention)")
-    add("-s", "--stride", metavar="S", **extents, help="queries that share a window (default: 1)")
+    add("-s", "--stride", metavar="S", **extents, help="number of queries that share a window (default: 1)")
     add("--dilation", metavar="N", **extents, help="distance between neighboring tokens of a window (default: 1)")
     add("-c", "--causal", dest="is_causal", metavar="C", type=boolean, nargs="+",
-        help="is causal: true, false, 1 or 0 (default: false)")
+        help="causal mask: true, false, 1 or 0 (default: false)")
     add("--edges", metavar="E", nargs="+", choices=EDGES,
         help=f"treatment of windows at the edges: {', '.join(EDGES)} (default: {EDGES[0]})")
     add("--dtype", metavar="TYPE", default="fp16", choices=[*ELEMENT_TYPES, *ELEMENT_TYPES.values()],
@@ -323,11 +323,11 @@ def profiler_parser() -> Parser:
         help="persistent tile scheduling, if the backend has it (default: on)")
     add("--backward-kv-splits", metavar="N", **extents,
         help="key/value tiles of the backward pass that may run in parallel (default: the backend's choice)")
-    add("--backward-use-xla-reduction", action="store_true", help="row sums of the backward pass by XLA")
-    add("--backward-deterministic", action="store_true", help="gradients that are bitwise equal from run to run")
+    add("--backward-use-xla-reduction", action="store_true", help="compute the row sums of the backward pass with XLA")
+    add("--backward-deterministic", action="store_true", help="compute bitwise reproducible gradients")
     add("--memory-usage-preference", choices=[str(each) for each in MemoryUsagePreference],
         default=str(MemoryUsagePreference.DEFAULT),
-        help="scratch memory of the backward pass: 64 MiB, 1 GiB (default) or any, if it trades memory for speed")
+        help="scratch memory of the backward pass: at most 1 GiB (default), 64 MiB (strict), or unrestricted")
     add("--compile", action="store_true", default=argparse.SUPPRESS, help="no effect: XLA compiles every program")
 
     add = parser.add_argument_group("several devices").add_argument
@@ -343,8 +343,8 @@ def profiler_parser() -> Parser:
     add("--simulate", action="store_true", help="predict the time, explain it, and recommend a stride and a dilation")
     add = group.add_mutually_exclusive_group().add_argument
     add("--compute-capability", metavar="X.Y",
-        help="answer for an NVIDIA GPU of this compute capability (default: this machine's device)")
-    add("--device", choices=list(TPU_CHIPS), help="answer for this kind of TPU; times are static, not measured")
+        help="compute capability of the NVIDIA GPU to predict for (default: this machine's device)")
+    add("--device", choices=list(TPU_CHIPS), help="kind of TPU to predict for; times are static estimates")
 
     add = parser.add_argument_group("search").add_argument
     add("--optimize", action="store_true",

@@ -26,7 +26,7 @@ from natten_jax.simulator import DilationRecommendation, Recommendation, Simulat
 STATIC = "Times are static estimates from the published figures of the chip, not measurements on a TPU."
 
 #: A dry run of self attention also lists the multidimensional tiles of neighborhood attention, below this line.
-_WINDOWS = "Windows (-w) smaller than the input have tiles with shapes, here in their order for windows as large:"
+_WINDOWS = "Multidimensional tiles, for windows (-w) smaller than the input; in the order for windows of its size:"
 
 #: Number of tile pairs (query tile, key/value tile) that are tried with each dilation, fastest pairs first.
 _PAIRS_TO_DILATE = 16
@@ -269,10 +269,10 @@ def _quantities(offered: Listing, simulation: Simulation) -> Iterator[tuple[str,
     yield "query tile", tile_text(simulation.pair[0])
     yield "key/value tile", tile_text(simulation.pair[1])
     yield "outer tiles, all heads", f"{problem.batch * problem.heads * counts.outer}"
-    yield "inner tiles of each: mean, most", f"{digits(counts.inner_per_outer)}, {counts.most_inner}"
+    yield "inner tiles per outer tile: mean, max", f"{digits(counts.inner_per_outer)}, {counts.most_inner}"
     yield "  share of pairs masked, padding", f"{counts.masked_share:.1%}, {counts.padding_share:.1%}"
     yield "  share computed; of that, full", f"{counts.computed_share:.1%}, {counts.full_share:.1%}"
-    yield "GFLOP that the mask leaves", digits(simulation.flops / 1e9)
+    yield "GFLOP of unmasked pairs", digits(simulation.flops / 1e9)
     yield "GFLOP executed", digits(simulation.executed_flops / 1e9)
     yield "MB of inputs and results", digits(simulation.least_bytes / 1e6)
     yield "MB of tiles", digits(simulation.tile_bytes / 1e6)
@@ -291,16 +291,16 @@ def _split_lines(options: Options, on_one: Simulation, time: SplitTime | None) -
         return
     gain = on_one.seconds / time.seconds
     yield (
-        f"{line} takes {format_time(time.seconds)}, {digits(gain)}X as fast: an efficiency of "
-        f"{gain / time.devices:.0%}, as predicted."
+        f"{line} is predicted to take {format_time(time.seconds)}, {digits(gain)}X as fast: an efficiency of "
+        f"{gain / time.devices:.0%}."
     )
     if time.tiles != on_one.pair:
         yield f"  The fastest tiles for a device's part are {' and '.join(map(tile_text, time.tiles))}."
     if time.received:
         link = simulator.link_between(time.devices).name
         yield (
-            f"  A device receives {digits(time.received / 1e6)} MB of keys and values. Halos travel for "
-            f"{format_time(time.exchange)} over {link}, {format_time(time.exposed)} of which no computation hides."
+            f"  A device receives {digits(time.received / 1e6)} MB of keys and values. The exchange takes "
+            f"{format_time(time.exchange)} over {link}; computation does not hide {format_time(time.exposed)} of it."
         )
 
 

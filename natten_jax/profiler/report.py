@@ -196,21 +196,21 @@ def _summary(result: Result) -> Iterator[str]:
         )
     if options.devices > 1:
         medians = [statistics.median(times) for times in result.device_times.values()]
-        shared = ", which share the processor" if result.device.platform == "cpu" else ""
+        shared = " (all devices are on one CPU)" if result.device.platform == "cpu" else ""
         yield (
             f"Devices: medians of {format_time(min(medians))} to {format_time(max(medians))}{shared}; the table and "
-            f"the device time are of device {result.busiest}, which was busy longest"
+            f"the device time are of device {result.busiest}, the busiest"
         )
         collective = [row.runtime for row in result.rows if row.name.category == "collective"]
-        waiting = f"{format_time(sum(collective))}, the wait for slower devices included"
+        waiting = f"{format_time(sum(collective))}, including the wait for slower devices"
         yield f"Collectives: {waiting if collective else 'none'}"
     iterations = len(result.totals)
     yield (
         f"Device time: median {format_time(result.median)}, min {format_time(min(result.totals))}, "
         f"max {format_time(max(result.totals))} ({iterations} iteration{'s' if iterations > 1 else ''}, "
-        f"{options.warmup_steps} before them)"
+        f"{options.warmup_steps} warmup steps)"
     )
-    yield f"{digits(result.tflops)} TFLOP/s ({digits(sum(result.flops.values()) / 1e9)} GFLOP that the mask leaves)"
+    yield f"{digits(result.tflops)} TFLOP/s ({digits(sum(result.flops.values()) / 1e9)} GFLOP of unmasked pairs)"
 
 
 def problem_line(options: Options) -> str:

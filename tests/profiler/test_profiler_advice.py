@@ -43,7 +43,7 @@ def test_advice_works(name: str, option: str, dtype: str, profiler: Profiler) ->
 @pytest.mark.parametrize("arguments", ["--compare xla --dtype bf16", "--backend xla --dtype fp32"])
 def test_baselines_without_room_for_logits_are_refused(arguments: str, profiler: Profiler) -> None:
     said = profiler(f"-i 512 512 -n 8 -w 9 {arguments}", status=1).err.splitlines()[-1]
-    assert "leave it out, compare with flex-fna, or take fewer tokens or heads" in said
+    assert "omit it, compare with flex-fna, or take fewer tokens or heads" in said
 
 
 @pytest.mark.parametrize(
