@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
                                 std::int64_t all_heads, int chunks,
                                 const __grid_constant__ cutlass::FastDivmodU64 by_chunks) {
   wait_for_previous_kernel();
-  allow_next_kernel();  // the next kernel fills only padding of other gradients
+  allow_next_kernel();  // the next kernel only fills padding, of gradients that this kernel does not write
   const std::int64_t chunks_per_block = kThreads * kUnrolled;
   for (std::int64_t first = blockIdx.x * chunks_per_block + threadIdx.x; first < all_chunks;
        first += gridDim.x * chunks_per_block) {
@@ -192,8 +192,9 @@ __global__ void __launch_bounds__(kThreads)
 
 /// Fills elements with zeros. The first `quads` * 4 elements are written four at a time.
 ///
-/// griddepcontrol.wait precedes launch_dependents. The next kernel reads operands that kernels before this one have
-/// written, and does not wait for these kernels. If it could start earlier, those kernels might still be writing.
+/// This kernel waits for the previous kernel before it lets the next kernel start. The next kernel reads operands that
+/// kernels before this one have written, and does not wait for these kernels itself. If it could start earlier, these
+/// kernels might still be writing.
 ///
 /// Args:
 ///   row_statistics: with padding, statistics of the first `all_rows` rows: rows with a logsumexp of -infinity stay

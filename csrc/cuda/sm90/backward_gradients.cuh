@@ -67,7 +67,7 @@ class Differentiation {
       const int tiles = plan.q_tiles * p.heads_per_kv;
       clear(products.dk);
       clear(products.dv);
-      if constexpr (Traits::kHasKeyBias) start_biases(plan, 0);  // overlaps with the loads of K and V
+      if constexpr (Traits::kHasKeyBias) start_biases(plan, 0);  // while K and V are loaded
       kv.wait_full(shared.full_k);
       kv.wait_full(shared.full_v);
       if constexpr (Traits::kHasKeyBias) {

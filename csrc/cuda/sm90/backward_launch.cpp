@@ -133,7 +133,7 @@ Status run_backward(const Problem& problem, const TileShapes& tiles, const Array
   p.q_boxes = boxes_of_tiles(problem, tiles.query, tiles.kv);
   KeyTileSchedule& schedule = p.schedule;
   // Tiles of additional tokens have as many tokens as other tiles, even if more fit into shared memory. So no load ever
-  // writes the rows past these tokens, and the keys and values there stay finite.
+  // writes the rows past these tokens, and the keys and values in these rows stay finite (zero).
   const std::int64_t kv_tile_tokens = product(tiles.kv);
   const std::int64_t additional_tiles_per_head = (problem.additional_kv + kv_tile_tokens - 1) / kv_tile_tokens;
   int multiprocessors = 0;
