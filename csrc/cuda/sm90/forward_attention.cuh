@@ -26,10 +26,10 @@ class Attention {
         products(shared, warpgroup, thread),
         mask_of_rows{{RowPosition(p, first_row()), RowPosition(p, first_row() + 8)}, build_mask(p, shared)},
         order(warpgroup) {
-    // If the launch continues earlier ones, the first load into the output buffer is the output of these launches. Here
-    // and in `finish_query_tile`, the condition is `p.continues`. With `continues<Traits>(p)`, the kernels for plain
-    // problems would not contain this branch. This would change how ptxas schedules their softmax, but neither schedule
-    // was shown to be faster.
+    // If the launch continues earlier ones, TMA first loads the output of these launches into the output buffer. This
+    // branch and the one in `finish_query_tile` test `p.continues` instead of `continues<Traits>(p)`, which would
+    // remove both branches from the kernels for plain problems. Removing them would change how ptxas schedules the
+    // softmax of these kernels, but neither schedule was shown to be faster.
     if (p.continues) output.advance();
   }
 
@@ -41,7 +41,8 @@ class Attention {
     skip_hidden_tiles();
     start_first_s();
     order.pass_turn();
-    // Without this wait, ptxas gives S different registers at the entry and at the back edge of the loop.
+    // Without this wait, ptxas allocates different registers for the logits (S) at the entry and at the back edge of
+    // the loop.
     warpgroup_wait<0>();
     int finished;
     while (true) {
@@ -140,7 +141,8 @@ class Attention {
     return shared.tile[keys.index].w >> kMaskBits * warpgroup & kHidden;
   }
 
-  /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if no other tile is left.
+  /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if no key/value tile of the query
+  /// tile is left.
   CUTE_DEVICE bool skip_hidden_tiles() {
     while (left > 0) {
       mask = mask_in(k);
@@ -164,9 +166,9 @@ class Attention {
     products.start_s(k.index, p.head_dim);
   }
 
-  /// Starts the product for the logits of the query tile's first key tile. If the product reads Q from registers, Q is
-  /// loaded first. Its buffer in shared memory is free once the wgmma is issued, because the wgmma waits for these
-  /// registers.
+  /// Starts the product for the logits of the query tile's first key tile. If the product reads Q from registers, first
+  /// loads Q from its buffer in shared memory. This buffer is free once the wgmma is issued, because the wgmma waits
+  /// for the registers of Q.
   CUTE_DEVICE void start_first_s() {
     if constexpr (Traits::kQueryInRegisters) load_query();
     start_s();

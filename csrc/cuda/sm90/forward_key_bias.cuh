@@ -30,14 +30,14 @@ CUTE_DEVICE void add_biases(AccumulatorRows<Logits> s, const float* biases) {
 /// Loads the biases of key tiles to shared memory. Runs in one warp. Each lane loads every 32nd bias of a tile.
 ///
 /// The warp also loads values, and has few registers. So the positions of keys in a tile are computed only once per CTA
-/// and kept in shared memory (`prepare_biases`): with divisions for each tile, forward passes took 1.5 to 1.9 times as
-/// long (H100). Copies are asynchronous, because asynchronous copies need no registers. The warp that loads keys does
-/// not load biases, because it also computes the mask modes of tiles.
+/// and kept in shared memory (`prepare_biases`). Computing them for every tile takes divisions, with which forward
+/// passes took 1.5 to 1.9 times as long (H100). Copies are asynchronous, because asynchronous copies need no registers.
+/// The warp that loads keys does not load biases, because it also computes the mask modes of tiles.
 ///
-/// A tile's biases are copied before its values are loaded, so that consumers do not wait longer for biases than for
-/// keys. The buffers of biases need no barriers that mark them as empty. When the warp starts to copy a tile's biases,
-/// it has already waited until consumers released the values of the tile `kBiasStages` tiles earlier. Consumers release
-/// the values of a tile only after they have added its biases.
+/// The warp copies a tile's biases before it waits for an empty value buffer, so that consumers do not wait longer for
+/// the biases than for the tile's keys. The buffers of biases need no barriers that mark them as empty. When the warp
+/// starts to copy a tile's biases, it has already waited until consumers released the values of the tile `kBiasStages`
+/// tiles earlier. Consumers release the values of a tile only after they have added its biases.
 template <class Traits>
 class TileBiases {
  public:
@@ -75,7 +75,7 @@ class TileBiases {
   }
 
   /// Waits until the next tile's biases are copied, converts them to terms of the products of queries and keys, and
-  /// passes them to the consumers. Unless `is_last`, the copies for the tile after that may still be running.
+  /// passes them to the consumers. Unless `is_last`, the copies of the following tile's biases may still be running.
   CUTE_DEVICE void finish(typename Traits::SharedStorage& shared, bool is_last) {
     if (is_last) {
       wait_copies<0>();

@@ -11,15 +11,15 @@ namespace natten_jax::sm90 {
 
 using ForwardMaps = MapsOfEntries<kForwardArrays, kGroupClasses>;
 
-/// Index in the dilation group of a query tile's first query, if the launch continues earlier ones. Computed in the
+/// First query of a query tile, if the launch continues earlier ones: its index in the dilation group, along the
 /// dimension that the lane plans.
 CUTE_DEVICE int begin_of_continued(const ForwardParams& p, const TilePosition& position, Origin query_origin,
                                    Origin kv_origin) {
   const int d = planned_dimension();
   const DeviceAxis& axis = p.axis[d];
   const int index = d == 0 ? position.index[0] : d == 1 ? position.index[1] : position.index[2];
-  // `first_query` in steps of the dilation, rounded down. In some dilation groups, the first query at or after
-  // `first_query` has an index that is larger by 1. The tiles of these groups begin one query early.
+  // `first` is `first_query` divided by the dilation, rounded down. In some dilation groups, the first query at or
+  // after `first_query` has index `first + 1`. The tiles of these groups begin one query early.
   const int first = axis.dilations(min(max(p.first_query[d], 0), axis.query_local_extent));
   const int distance = kv_origin.index - (query_origin.index + first);
   return first + QueryTileSchedule::nearest_first(axis, index, distance) * axis.q_tile;
@@ -38,7 +38,7 @@ CUTE_DEVICE void plan_tiles(const ForwardParams& p, typename Traits::SharedStora
   EntryLayout layout;  // layout of batch entry `batch`
   for (int round = 0;; ++round) {
     slot.wait_empty(shared.empty_plan);
-    // The tile is taken as late as possible, so that it goes to the CTA that is done first.
+    // Take a tile only after a plan slot is free, so that the next tile goes to the CTA that is done first.
     const int tile = p.supply.take(round);
     TilePlan& plan = shared.plan[slot.index];
     if (tile >= p.supply.tiles) {
@@ -73,8 +73,8 @@ CUTE_DEVICE bool is_empty(int4 begin, int4 end) {
 }
 
 /// Mask modes of the key/value tile at `walk`, for all warpgroups. `is_whole` is true if a tile has a key for every
-/// column of the logits. If it is false, every tile is masked or hidden. Every warpgroup has at least one key/value
-/// tile that is not hidden, even if it attends to no keys.
+/// column of the logits. If it is false, no tile gets mode kNoMask. Every warpgroup has at least one key/value tile
+/// with another mode than kHidden, even if the warpgroup attends to no keys.
 template <int kWarpgroups>
 CUTE_DEVICE int window_masks(const ForwardParams& p, const TilePlan& plan, const KvWalk& walk, bool is_whole) {
   int masks = 0;
@@ -222,8 +222,9 @@ CUTE_DEVICE void load_tiles(const ForwardParams& p, typename Traits::SharedStora
       walk.next(p.axis, hull_begin, hull_end);
     }
     // Tiles of additional tokens have the size of other tiles, even if more tokens fit into shared memory. So no load
-    // ever writes the rows past these tokens, and the values there stay finite. The loop counts tiles instead of
-    // tokens, because counting tokens changes how ptxas schedules the softmax of the consumer warpgroups.
+    // ever writes the rows of a buffer past the size of a tile, and the values in these rows stay finite. The loop
+    // counts tiles instead of tokens, because counting tokens changes how ptxas schedules the softmax of the consumer
+    // warpgroups.
     for (int i = 0; i < p.additional_tiles; ++i) {
       const int first = i * p.kv_tile_tokens;
       const int columns = min(p.additional_kv - first, p.kv_tile_tokens);

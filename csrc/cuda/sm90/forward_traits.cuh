@@ -9,8 +9,8 @@
 
 namespace natten_jax::sm90 {
 
-/// Role of each warp of the first warpgroup. Only one thread of each loading warp does work, except that all lanes of
-/// warp kLoadsValues do if keys have biases.
+/// Role of each warp of the first warpgroup. In a warp that loads tiles, only one thread does work. The exception is
+/// warp kLoadsValues if keys have biases: all of its lanes then do work.
 enum ForwardWarp { kLoadsQueriesAndKeys, kPlansTiles, kLoadsValues, kStoresTiles };
 constexpr int kLoadingThreads = 2;
 
@@ -21,11 +21,11 @@ constexpr int kWindowMask = 1;
 constexpr int kEndMask = 2;  // Tile with fewer additional tokens than columns: the other columns are masked out.
 constexpr int kHidden = 3;   // No row of the warpgroup attends to a key of the tile.
 constexpr int kMaskBits = 2;
-// The product of a mode and this number contains the mode for every warpgroup.
+// A mode times this number is the packed number with this mode for every warpgroup.
 constexpr int kEachWarpgroup = 1 | 1 << kMaskBits | 1 << 2 * kMaskBits;
 
-// Named barriers. CUTLASS reserves the numbers below eight.
-constexpr int kProductOrder = 8;                               // One per warpgroup: its turn to issue products.
+// Numbers of named barriers. CUTLASS reserves the numbers below eight.
+constexpr int kProductOrder = 8;                               // One per warpgroup: the warpgroup may issue products.
 constexpr int kOutputReady = kProductOrder + kMostWarpgroups;  // The warpgroups have written their output rows.
 constexpr int kMaskReady = kOutputReady + 1;
 
@@ -56,9 +56,9 @@ struct ForwardTraits {
   // Number of arrivals that release a plan: all consumer threads, the threads that load tiles, and all lanes of the
   // warp that stores output.
   static constexpr int kPlanReaders = kConsumers + kValueLoaders + kLoadingThreads - 1 + kWarp;
-  // Registers per thread. A CTA uses the 65536 registers of an SM. The warp that loads biases needs more registers than
-  // the other producer warps. With three consumer warpgroups, it gets no more registers than the other producer warps,
-  // because the consumers would otherwise spill.
+  // Registers per thread. A CTA uses the 65536 registers of an SM. All producer warps get the same number. With two
+  // consumer warpgroups, key biases increase this number, because the warp that loads biases needs more registers. With
+  // three, they do not, because the consumers would otherwise spill.
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 224 : 232) : 160;
   static constexpr int kServiceRegisters = kWarpgroups == 2 ? (kHasKeyBias ? 56 : 40) : 32;
   // True if the warpgroups take turns in issuing their products (ProductOrder), false if they issue them in any order.
@@ -97,7 +97,7 @@ struct ForwardTraits {
   CUTE_DEVICE static auto* output_tile(Shared& shared) {
     return kSeparateOutput ? shared.o : shared.q;
   }
-  /// Initialises the mbarriers that only kernels with key biases have.
+  /// Initializes the mbarriers that only kernels with key biases have.
   template <class Shared>
   CUTE_DEVICE static void init_more_barriers(Shared& shared) {
     if constexpr (kHasKeyBias) {

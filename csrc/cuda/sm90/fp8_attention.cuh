@@ -90,9 +90,9 @@ class Float8Attention : private Float8Rows<Traits> {
     }
   }
 
-  /// Starts the product for the logits of the query tile's first key tile. If the product reads Q from registers, Q is
-  /// loaded first. Its buffer in shared memory is free once the wgmma is issued, because the wgmma waits for these
-  /// registers.
+  /// Starts the product for the logits of the query tile's first key tile. If the product reads Q from registers, first
+  /// loads Q from its buffer in shared memory. This buffer is free once the wgmma is issued, because the wgmma waits
+  /// for the registers of Q.
   CUTE_DEVICE void start_first_logits() {
     if constexpr (Traits::kQueryInRegisters) load_query();
     start_logits();

@@ -11,9 +11,9 @@ namespace natten_jax::sm90 {
 /// Tensor cores accumulate products of 8-bit floats with a precision of about 13 bits. So they only compute the
 /// weighted values of a single key tile, which other instructions add to the output in float32. With heads wider than
 /// 64, the output leaves too few registers for separate results of both products. The weighted values then overwrite
-/// the logits of their tile, and the logits of the next tile start only after the weighted values have been added. The
-/// weighted values of heads of 256 are computed in parts, which alternate between two sets of registers: one part is
-/// computed while another one is added.
+/// the logits of their tile, and the product for the logits of the next tile starts only after the weighted values have
+/// been added to the output. The weighted values of heads of 256 are computed in parts, which alternate between two
+/// sets of registers: one part is computed while another one is added.
 template <class Traits>
 struct Float8Products {
   using Element = typename Traits::Element;
@@ -25,9 +25,9 @@ struct Float8Products {
   static constexpr int kLogitElements = Traits::kColumns / 2, kPartElements = Traits::kValuePart / 2;
   static constexpr int kSets = Traits::kValueParts == 1 ? 1 : 2;
   static constexpr bool kHasSeparateLogits = Traits::kHeadDim <= 64;
-  // Step of `Float8Attention::exchange` at which the logits of the next tile start. If these logits have separate
-  // registers, they start in the step that starts the last part. Otherwise, they start when the parts in the shared
-  // registers have been added.
+  // Step of `Float8Attention::exchange` that starts the product for the logits of the next tile. If these logits have
+  // separate registers, this is the step that starts the last part of the weighted values. Otherwise, it is the step
+  // that adds the last part in the registers that these logits overwrite.
   static constexpr int kLogitsStep = kHasSeparateLogits ? Traits::kValueParts - 1 : Traits::kValueParts;
   static constexpr int kFirstOfSets = kHasSeparateLogits ? kLogitElements : 0;
   static_assert(kHasSeparateLogits || kLogitElements <= kPartElements);

@@ -65,7 +65,8 @@ class Float8Rows {
     k.advance();
   }
 
-  /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if no other tile is left.
+  /// Skips key/value tiles to which no row of the warpgroup attends. Returns false if no key/value tile of the query
+  /// tile is left.
   CUTE_DEVICE bool skip_hidden_tiles() {
     while (left > 0) {
       mask = mask_in(k);

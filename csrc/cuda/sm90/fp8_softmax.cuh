@@ -41,7 +41,7 @@ struct Float8Softmax {
     }
   }
 
-  /// Computes unnormalised weights from the logits of a tile. Packs them in words of four, in the order of the register
+  /// Computes unnormalized weights from the logits of a tile. Packs them in words of four, in the order of the register
   /// operand of the next product.
   ///
   /// Args:
@@ -53,8 +53,8 @@ struct Float8Softmax {
     rescale[0] = rescale[1] = 1.f;
     if (__any_sync(0xffffffffu, tile.highest[0] > limit[0] || tile.highest[1] > limit[1])) {
       move_references(tile.highest);
-      // Scales differences of logits instead of logits. The differences are exact, but the rounding error of a large
-      // scaled logit would change its weight.
+      // Scale the difference between a logit and the reference instead of the logit. The difference is exact, but the
+      // rounding error of a large scaled logit would change the weight.
       tile = weigh_by<false>(s, words, visible, [&](float logit, int i) {
         return fmaf(logit - (reference[i] == -INFINITY ? 0.f : reference[i]), exponent_scale, kWeightExponent);
       });
@@ -72,7 +72,7 @@ struct Float8Softmax {
     }
   }
 
-  /// Normalisation and logsumexp of the row that the lane completes (`completes_second_row`).
+  /// Normalization and logsumexp of the row that the lane completes (`completes_second_row`).
   CUTE_DEVICE RowSums sums() const {
     const float sum = select_completed_row(row_sum), largest = select_completed_row(reference);
     if (sum == 0.f) return {0.f, {-INFINITY, {}}};
@@ -89,7 +89,7 @@ struct Float8Softmax {
   /// Sets each row's reference to its largest logit so far, including the current tile.
   CUTE_DEVICE void move_references(const float (&highest)[2]) {
     // If the shift is so large that its rounding error might change weights, the limit becomes -infinity. All later
-    // logits then exceed the limit, so `weigh` scales differences of logits in all later tiles.
+    // logits then exceed the limit, so `weigh` scales differences from the reference in all later tiles.
     constexpr float kLargestShift = 1 << 18;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {

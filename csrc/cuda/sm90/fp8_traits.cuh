@@ -14,7 +14,7 @@ constexpr float kWeightExponent = 7.f, kLargestExponent = 8.75f;
 template <int kHeadDim_, int kColumns_, bool kPingPong_>
 struct Float8Traits {
   using Element = cutlass::float_e4m3_t;
-  using OutElement = cutlass::bfloat16_t;     // Also stands for float16, which has the same size.
+  using OutElement = cutlass::bfloat16_t;     // The output can also be float16, which has the same size.
   static constexpr int kHeadDim = kHeadDim_;  // Upper bound of head_dim and head_dim_v.
   static constexpr int kColumns = kColumns_;  // Maximum number of keys of a key/value tile.
   // Each row of a query, key or value tile consists of whole swizzled rows of 128 bytes. Elements past the end of the

@@ -129,7 +129,7 @@ Status run_forward(const Problem& problem, const TileShapes& tiles, const Arrays
   bound_warpgroups(p);
   p.clears_tiles = p.q_tile_tokens < form.queries || p.kv_tile_tokens < form.keys;
   // Products of 8-bit floats sum over all swizzled rows of the form's head dimension. If the problem's heads have fewer
-  // swizzled rows, no load writes the others, so these must be cleared.
+  // swizzled rows, no load writes the remaining rows, so the kernel must clear them.
   if (is_float8 && problem.head_dim + kSwizzledRowBytes <= form.head_dim) p.clears_tiles = true;
   p.out_scales = arrays.out_scales;
   p.is_out_float16 = problem.out_type == ElementType::kFloat16;

@@ -21,8 +21,8 @@ struct Continuation {
 };
 
 struct Schedule {
-  bool is_ping_pong;   ///< The warpgroups take turns in issuing their products.
-  bool is_persistent;  ///< Each SM runs one CTA, which processes many query tiles; otherwise, a CTA per tile.
+  bool is_ping_pong;   ///< True if the warpgroups take turns in issuing their products.
+  bool is_persistent;  ///< True if each SM runs one CTA for many query tiles, false if each query tile has a CTA.
 };
 
 /// Scratch memory of a forward pass.

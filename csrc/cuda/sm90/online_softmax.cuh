@@ -11,7 +11,7 @@
 namespace natten_jax::sm90 {
 
 /// True if the lane completes the second of its two rows. Four lanes share two rows of an accumulator. After the last
-/// key tile, even lanes compute the normalisation and logsumexp of the first row, and odd lanes compute those values
+/// key tile, even lanes compute the normalization and logsumexp of the first row, and odd lanes compute those values
 /// for the second row. If every lane computed both, this code would be twice as long, and longer code slows down passes
 /// with small windows.
 CUTE_DEVICE bool completes_second_row() {
@@ -31,7 +31,7 @@ CUTE_DEVICE void share_with_row(float completed, float (&rows)[2]) {
   for (int i = 0; i < 2; ++i) rows[i] = __shfl_sync(0xffffffffu, completed, i, 4);
 }
 
-/// Normalisation and logsumexp of the row that a lane completes.
+/// Normalization and logsumexp of the row that a lane completes.
 struct RowSums {
   float normalisation;  // factor by which the row's output is multiplied
   Logsumexp logsumexp;
@@ -94,7 +94,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Replaces the logits by unnormalised weights. Also packs the weights in pairs, for the next product.
+  /// Replaces the logits by unnormalized weights. Also packs the weights in pairs, for the next product.
   template <class Logits, class Pairs>
   CUTE_DEVICE void weigh(AccumulatorRows<Logits> s, Pairs& pairs) {
     CUTE_UNROLL
@@ -113,13 +113,13 @@ struct OnlineSoftmax {
 
   /// True if some row of the warp must be rescaled, or has logits so large that weights must be corrected (`is_large`).
   /// Logits are rarely this large. If they are, the product of a logit and `exponent_scale` may exceed the rounded
-  /// `shift` so far that the weight overflows the 16-bit element type, or even float32.
+  /// `shift` by so much that the weight overflows the 16-bit element type, or even float32.
   CUTE_DEVICE bool is_special() const {
     return __any_sync(0xffffffffu, must_rescale[0] || must_rescale[1] || is_large);
   }
 
   /// Corrects the weights of large logits. The corrected weights are relative to the exact product of reference and
-  /// `exponent_scale`. The original weights are relative to `shift`, which is this product rounded down: if `shift`
+  /// `exponent_scale`. The original weights are relative to `shift`, which is this product rounded down. If `shift`
   /// were rounded up, all weights of a row could become zero.
   ///
   /// Corrections are rare, but their code is in the middle of the loop over tiles. This code uses selects, because
@@ -132,8 +132,8 @@ struct OnlineSoftmax {
     for (int i = 0; i < 2; ++i) {
       const float excess = reference[i] == -INFINITY ? 0.f : fmaf(reference[i], exponent_scale, -shift[i]);
       // If float32 cannot represent the weight of the largest logit, only keys with this logit get a weight above zero.
-      // Every other logit is smaller by at least half of `excess`, so its weight is zero. If results of earlier tiles
-      // must be rescaled, their factor is set to zero, because it may be infinite.
+      // Every other logit is smaller by at least half of `excess`, so its weight is zero. The factor for results of
+      // earlier tiles (`rescale`) is then set to zero, because it may be infinite.
       const bool is_one_hot = excess > 126.f;
       const float factor = is_one_hot ? 0.f : fast_exp2(-excess);
       const float is_one_above = is_one_hot ? fast_exp2(fminf(0.75f * excess, 127.f)) : INFINITY;
@@ -164,7 +164,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Normalisation and logsumexp of the row that the lane completes.
+  /// Normalization and logsumexp of the row that the lane completes.
   CUTE_DEVICE RowSums sums() const {
     const float sum = select_completed_row(row_sum), largest = select_completed_row(reference);
     if (sum == 0.f) return {0.f, {-INFINITY, {}}};

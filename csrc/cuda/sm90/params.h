@@ -82,7 +82,7 @@ struct ForwardParams {
   QueryTileSchedule schedule;
   cutlass::FastDivmod by_heads_per_kv;
   // Only for 8-bit elements.
-  const float* out_scales;  // Factors of the output, [batch, heads]. Null: ones.
+  const float* out_scales;  // Factors by which the output is multiplied, [batch, heads]. Null: ones.
   bool is_out_float16;      // False: the output is bfloat16.
   // Only for kernels with key biases.
   const float* key_bias;  // Shape [batch, keys, key_bias_heads], where key_bias_heads is heads or 1.

@@ -1,5 +1,6 @@
-// Division of a tile into boxes for TMA. If a dimension wraps, a tile can lie on both sides of its ends, and then TMA
-// cannot copy it as one box. So it is copied in smaller boxes (cuda/common/tile_boxes.h).
+// Division of a tile into boxes for TMA. If a dimension wraps, a tile can extend past the end of the dimension and
+// continue at its beginning. TMA cannot copy such a tile as one box, so the tile is copied in smaller boxes
+// (cuda/common/tile_boxes.h).
 #pragma once
 
 #include "cuda/common/tile_boxes.h"

@@ -14,8 +14,8 @@ constexpr int kMostRows = 64 * kMostWarpgroups;  // maximum number of rows of a 
 
 /// Plan of a query tile. Arrays of four contain x, y, z and an unused element.
 struct alignas(16) TilePlan {
-  // Bounding box of the local keys to which any row attends. In dimensions that wrap, hull_begin is adjusted by
-  // `begin_at_seam`.
+  // Bounding box of the local keys to which at least one row attends. In dimensions that wrap, `hull_begin` may be
+  // smaller than the begin of this box (`begin_at_seam`).
   int hull_begin[4], hull_end[4];
   // Per warpgroup: `visible` is the box of local keys to which at least one of its rows attends, and `inner` is the box
   // of local keys to which all of its rows attend.
@@ -28,8 +28,10 @@ struct alignas(16) TilePlan {
   // end of the query tiles.
   int kv_tiles;
   int query_map, kv_map;  // Classes of the dilation group, which are the indices of its tensor maps.
-  // Offsets in arrays, in heads: of the dilation group's first query at query head `head`, of its first key at the
-  // matching key/value head, and of the first additional key at that key/value head.
+  // Offsets in arrays, in heads:
+  // - `query_slot`: of the dilation group's first query, at query head `head`.
+  // - `kv_slot`: of the dilation group's first key, at the matching key/value head.
+  // - `additional_slot`: of the first additional key, at that key/value head.
   int query_slot, kv_slot;
   int additional_slot;
   float exponent_scale;  // Scale of the head's logits, times log2(e).

@@ -8,7 +8,7 @@
 namespace natten_jax::small {
 
 /// Layout of a stage in shared memory. A stage contains Q, dO and statistics of the queries that a warp loads at a
-/// time. The queries form pairs of groups, with the layout of a box that TMA loads (ColumnRows).
+/// time. The queries form pairs of groups of eight, with the layout of a box that TMA loads (ColumnRows).
 template <int kHeadDim>
 struct QueryStage {
   using Rows = RowTile<kHeadDim>;

@@ -73,8 +73,8 @@ CUTE_DEVICE void add_up_rows(const CommonParams& p, const TilePlan& tile, std::u
                              lane % 16 * row_bytes + lane / 16 * 16;
   std::uint32_t b[2];
   columns_of_rows<Element>(b, tile);
-  // Sum over the late rows for the last number of an iteration. The previous iteration computes it, because late rows
-  // are stored one number later.
+  // Sum over the late rows for the last number of this iteration. The previous iteration has computed it together with
+  // the next number, because late rows are stored one number later.
   float behind = 0.f;
   __syncwarp();
   CUTE_NO_UNROLL

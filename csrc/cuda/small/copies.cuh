@@ -255,8 +255,8 @@ struct CtaItems {
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const { item.next(p); }
 };
 
-/// Like CtaItems, but for plain problems, whose arrays are the complete layout (CommonParams::is_plain). The plan of a
-/// forward pass then has 430 fewer instructions than the usual 3,000.
+/// Like CtaItems, but for plain problems, whose arrays are the complete layout (CommonParams::is_plain). With
+/// PlainItems, the plan of a forward pass has 430 instructions fewer than the 3,000 with CtaItems.
 struct PlainItems : CtaItems {
   static constexpr bool kIsPlain = true;
 
@@ -285,8 +285,8 @@ struct EntryItems {
     return Item(p, first_entry + order[index], head);
   }
 
-  /// Advances to the next item. The bit mask gives the next batch entry, because a lookup in `order` took 7% of a pass.
-  /// The next head of the same entry is a separate case, because it needs fewer registers.
+  /// Advances to the next item. The next batch entry is computed from `entries`, because a lookup in `order` took 7% of
+  /// a pass. The next head of the same entry is a separate case, because this code needs fewer registers.
   CUTE_DEVICE void advance(const CommonParams& p, Item& item, int) const {
     if (item.head + 1 < p.heads) {
       item.next(p);
@@ -328,7 +328,8 @@ class ChunkLoads {
   CUTE_DEVICE void for_items(const Tables& tables, const TilePlan&, std::uint32_t rows_of_warp,
                              const LoadRows& load_rows, const LoadColumns& load_columns, const Compute& compute) const {
     wait_for_previous_kernel();
-    // Clear the stages: the kernel also reads memory that no copy writes, and the numbers in it have to be finite.
+    // Clear the stages, because the kernel also reads memory that no copy writes, and the numbers there have to be
+    // finite.
     clear(tables.stages, tables.stages + p_.region.stages * p_.region.shared.stage_bytes);
     __syncthreads();
     const Items& items = items_;

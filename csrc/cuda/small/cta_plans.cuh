@@ -10,9 +10,9 @@ namespace natten_jax::small {
 template <class Items, Owner kOwner, class Call>
 CUTE_DEVICE void for_plans(const CommonParams& p, char* raw, const Call& call) {
   if constexpr (Items::kPerEntry) {
-    // The kernel that owns keys follows the kernel that owns queries, and may start while that kernel runs. It waits
-    // only before it reads that kernel's results. It need not wait for its tensor maps, because they are made before
-    // the tensor maps of the kernel that owns queries.
+    // The kernel that owns keys is launched after the kernel that owns queries, and may start before the latter ends.
+    // It waits only before it reads the results of the kernel that owns queries. It need not wait for its own tensor
+    // maps, because they are made before the tensor maps of the kernel that owns queries.
     allow_next_kernel();
     EntryState& state = *reinterpret_cast<EntryState*>(raw + p.region.shared.batch_entries);
     int first_entry, piece;

@@ -26,13 +26,13 @@ struct EntryState {
 };
 static_assert(sizeof(EntryState) <= kEntryStateBytes);
 
-/// A dimension of a region in a batch entry's layout. The code is short because all warps of a CTA wait for the warp
-/// that runs it.
+/// A dimension of a region in a batch entry's layout. The code is kept short, because all warps of a CTA wait for the
+/// warp that runs it.
 template <bool kRowsAreKeys>
 struct EntryRegion {
   bool has_rows;  // the region contains rows of the entry
-  bool is_alike;  // the plan for the launch's layout can be used: the entry's layout equals it, or ends far after the
-                  // region
+  bool is_alike;  // the plan for the launch's layout can be used: the entry's layout equals the launch's
+                  // layout, or ends far after the region
   int origin, query_extent, kv_extent;  // clamped to the launch's layout; the extents are -1 if is_alike
 
   /// `residue` is the region's dilation group, and `first_row` the region's first row in that group. The region has at
@@ -53,12 +53,12 @@ struct EntryRegion {
   }
 
  private:
-  /// Returns a number of rows: if a layout ends at least as far after the region's first row, the region's plan does
-  /// not depend on the position of this end. The end then lies past the region's box, and past the columns that its
+  /// Returns a distance in rows from the region's first row. If a layout ends at this distance or later, the region's
+  /// plan does not depend on where it ends, because the end lies past the region's box and past the columns that its
   /// rows see.
   ///
   /// A plan depends on a nearer end for two reasons. Windows are shifted near the end, so that more queries see a key.
-  /// And with keys as rows, the last two regions divide their tiles differently (RegionAxis::fill_last_region).
+  /// With keys as rows, the last two regions also divide their tiles differently (RegionAxis::fill_last_region).
   CUTE_DEVICE static int rows_behind(const DeviceAxis& axis, int first_row, int rows, int columns) {
     // Lower bound of the number of columns that the box has before the region's first row.
     const int before = kRowsAreKeys && axis.is_causal() ? 0 : min(first_row, (axis.kernel_size - 1) / 2);

@@ -166,8 +166,8 @@ CUTE_DEVICE void attend(const ForwardParams& p) {
       const int is_sum = is_sum_trusted<Element>(sums[r], result.shift[r], factor);
       is_trusted &= (is_sum | static_cast<int>((r == 0 ? indices.x : indices.y) < 0)) != 0;
     }
-    // Sink that still has to be added to the sums; -infinity if they include it. In float16, it is added after the
-    // check above: sums that include the sink would hide a loss of digits in the weights.
+    // Sink that still has to be added to the sums; -infinity if they include it. In float16, the sink is added after
+    // the check above, because sums that include it would hide a loss of digits in the weights.
     float sink = -INFINITY;
     if constexpr (kHasTerms && Sums::kHasReference) sink = terms.sink();
     if (__any_sync(0xffffffffu, !is_trusted)) {

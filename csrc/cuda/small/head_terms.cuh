@@ -16,8 +16,8 @@ enum class Terms { kShared, kPerHead };
 
 /// Scale and sink of the item that a warp computes in a forward pass. With `kInLanes`, lane i holds the scale and sink
 /// of the CTA's item `first_ + i`. Without it, a warp loads both for each item. These loads stall the warp, and take 40
-/// instructions more than a single scale: 9% of a pass for 14 x 14 tokens on an H100. Kernels that already spill
-/// registers cannot afford `kInLanes`.
+/// instructions more than a single scale. In total, they cost 9% of a pass for 14 x 14 tokens on an H100. Kernels that
+/// already spill registers cannot afford `kInLanes`.
 template <bool kAreThere, bool kInLanes, class Items>
 class HeadTerms {
  public:

@@ -45,8 +45,8 @@ cudaError_t find_box_kernels(bool& result);
 template <ElementType kType, Feature kFeature>
 cudaError_t launch_forward(int head_dim, const ForwardParams& params, const LaunchShape& shape);
 
-/// Launch one kernel each: of query gradients, of key and value gradients, and of all gradients of whole layouts.
-/// launch_whole_gradient requires heads that TMA can load, and dimensions that do not wrap.
+/// Each function launches one kernel, which computes query gradients, key and value gradients, or all gradients of
+/// whole layouts. launch_whole_gradient requires heads that TMA can load, and dimensions that do not wrap.
 template <ElementType kType, Feature kFeature>
 cudaError_t launch_query_gradient(int head_dim, const BackwardParams& params, const LaunchShape& shape);
 template <ElementType kType, Feature kFeature>

@@ -149,8 +149,8 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   AdditionalParams additional{};
   int additional_ctas = 0;
   NATTEN_JAX_RETURN_IF_FAILED(prepare_additional(problem, arrays, scratch, additional, additional_ctas));
-  // Launch the kernel that fills padding first: the gradient kernels may start while it writes. If it were launched
-  // between the gradient kernels, it would delay the second one.
+  // Launch the kernel that fills padding before the gradient kernels, which may start while it writes. If it were
+  // launched between the gradient kernels, it would delay the second one.
   if (arrays.layouts != nullptr) {
     NATTEN_JAX_RETURN_IF_FAILED(status_of(fill_padding_of_gradients(
         problem, arrays, true, stream, p.entry_maps != nullptr ? FillTime::kBetween : FillTime::kAfter)));
@@ -182,7 +182,8 @@ Status run_gradients(const Problem& problem, const TileShapes& tiles, const Arra
   };
   if (has_ring(rings.key_value_gradient)) {
     // Add up the records for the gradient of the relative bias before the launch of the kernel with a ring, while some
-    // of them are in L2. A launch in between is possible because the kernel with a ring does not start early (PDL).
+    // of them are in L2. Another launch before the kernel with a ring is possible, because that kernel does not start
+    // early (PDL).
     NATTEN_JAX_RETURN_IF_FAILED(add_up_table());
     NATTEN_JAX_RETURN_IF_FAILED(
         run_ring_key_value_gradient(problem, rings.key_value_gradient, arrays, scratch.statistics, stream));

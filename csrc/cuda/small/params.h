@@ -142,8 +142,11 @@ struct BackwardParams : CommonParams {
   const float* logsumexp;
   const float* remainder;            // null: zeros
   const float* logsumexp_cotangent;  // null: zeros
-  // Four numbers per query and head: the logsumexp in base 2, or NaN if its remainder matters; delta; the logsumexp in
-  // base 2 in both cases; and its remainder.
+  // Four numbers per query and head:
+  // - `x`: the logsumexp in base 2, or NaN if the remainder of the logsumexp matters.
+  // - `y`: delta.
+  // - `z`: always the logsumexp in base 2.
+  // - `w`: the remainder of the logsumexp.
   float4* statistics;
   void* query_gradient;
   void* key_gradient;

@@ -57,15 +57,15 @@ struct TilePlan {
   // For a relative bias:
   // - `entry`: byte offsets in a stage of two table entries, for the lane's two rows and its first column.
   // - `next_entry`, `next_entry_of_group`: distances in bytes to the entries for the lane's next column and for the
-  //   next group. If rows are keys, both are negative, because offsets (key minus query) decrease from one query to the
-  //   next.
+  //   next group. If rows are keys, these distances are negative, because offsets (key minus query) decrease from one
+  //   query to the next.
   int entry[2], next_entry, next_entry_of_group;
   // For the gradient of a relative bias:
   // - `sums`: byte offsets in shared memory of the sums for the lane's two rows and its first column, rounded up to a
   //   word.
   // - `next_sum_of_group`: distance in bytes to the sums for the next group.
-  // - `late_rows`: masks with a half-word per row. It is set if the row is "late": its sums would start at an odd
-  //   half-word, and are stored one half-word later.
+  // - `late_rows`: masks with a half-word per row. All bits of the half-word are set if the row is "late": sums of a
+  //   late row would start at an odd half-word, and are stored one half-word later.
   // - `least_offset`: the tile's smallest offset in each dimension.
   // - `number`: the index of the tile in the layout.
   int sums[2], next_sum_of_group;

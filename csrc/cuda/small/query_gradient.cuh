@@ -56,8 +56,8 @@ struct RowStatistics {
   float delta[4] = {};  // each row twice, in accumulator order
   bool is_large[2] = {};
 
-  /// Starts to load the logsumexps and their cotangents. These loads have the longest latency, so that `compute` starts
-  /// them first.
+  /// Starts to load the logsumexps and their cotangents. These loads have the longest latency, so `compute` starts them
+  /// first.
   CUTE_DEVICE RowStatistics(const BackwardParams& p, const Item& item, const int2* row_indices) {
     const int2 indices = row_indices[threadIdx.x % 32 / 4];
     const bool has_cotangent = p.logsumexp_cotangent != nullptr;

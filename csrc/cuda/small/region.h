@@ -33,11 +33,10 @@ struct SharedLayout {
   int box_state;    ///< BoxState; boxes only.
   int stages;
   int stage_bytes;
-  int second;          ///< Boxes only: offset in a stage of the second array's columns. Consecutive arrays have this
-                       ///< distance.
+  int second;          ///< Boxes only: distance in a stage between the columns of consecutive arrays.
   int box_end;         ///< Boxes only: end of the first array's columns in a stage.
   int boxes_end;       ///< Boxes only: end of the columns of all arrays in a stage.
-  int rows;            ///< The rows of each warp, for each array of rows: in each stage, or, with boxes, once per CTA.
+  int rows;            ///< Each warp's rows, for each array of rows: once per CTA with boxes, otherwise in each stage.
   int statistics;      ///< In a stage: kStatisticsBytes per column.
   int additional;      ///< In a stage: the columns of additional tokens.
   int column_offsets;  ///< int2 per column of the box: its token, and its offset in a stage.

@@ -20,8 +20,8 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
   const auto& [element_type, batch, heads, heads_kv, head_dim, head_dim_v, additional_kv, has_relative_bias,
                has_key_bias, scale, axes, out_type] = problem;
   const auto& [shared_memory, multiprocessor_memory, reserved, multiprocessors, has_boxes] = device;
-  static_cast<void>(element_type);  // all have 16 bits
-  static_cast<void>(out_type);      // all have 16 bits
+  static_cast<void>(element_type);  // all supported types have 16 bits
+  static_cast<void>(out_type);      // all supported types have 16 bits
   static_cast<void>(scale);
   Key key;
   key.reserve(15 + kRank * (kFieldsOfAxis + 4));
@@ -35,7 +35,7 @@ Key key_of(const Problem& problem, const std::int64_t (&rows)[kRank], const std:
     for (const Tokens& tokens : {axes[d].query, axes[d].kv}) {
       const auto& [extent, local_extent, origin] = tokens;
       static_cast<void>(extent);  // one of kAxisFields
-      static_cast<void>(origin);  // read on the device; regions support any origin
+      static_cast<void>(origin);  // kernels read it on the device; regions support any origin
       key.push_back(local_extent);
     }
     key.push_back(rows[d]);

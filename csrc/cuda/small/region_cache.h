@@ -13,7 +13,7 @@ Status find_region(const Problem& problem, const std::int64_t (&rows)[kRank], co
 /// Like choose_gradient_ring, but cached.
 RingShape find_gradient_ring(const Problem& problem, Coverage coverage, RingLoads loads, const Device& device);
 
-/// Like choose_faster_ring, but cached. The result's `warps` is also 0 if no region fits.
+/// Like choose_faster_ring, but cached, and `warps` of the result is also 0 if no region fits.
 RingShape find_ring(const Problem& problem, const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank],
                     Kernel kernel, Coverage coverage, RingLoads loads, const Device& device);
 

@@ -20,8 +20,8 @@ std::int64_t pitch_of(const Problem& problem, int dimension, bool is_query) {
   return pitch;
 }
 
-/// Returns the difference between the numbers (TilePlan::number) of neighboring tiles along a dimension. Tiles of all
-/// dilation groups are numbered.
+/// Returns the difference between the numbers (TilePlan::number) of neighboring tiles along a dimension. The numbering
+/// includes the tiles of all dilation groups.
 std::int64_t tile_pitch_of(const Problem& problem, const std::int64_t (&rows)[kRank], int dimension) {
   std::int64_t pitch = 1;
   for (int d = dimension + 1; d < kRank; ++d) pitch *= query_tiles(problem.axes[d], rows[d]);
@@ -39,8 +39,8 @@ std::int64_t share_entries(const Problem& problem, Kernel kernel, const Device& 
   const std::int64_t most = std::min(
       items, items_of_plan(kernel, compiled_head_dim(problem), p.region, device, p.region.count * entry_sets * items));
   p.region.items_of_cta = static_cast<int>(divide_up(most, together) * together);
-  // The last piece of each group may be smaller than the others, so that more groups mean more pieces. To estimate the
-  // number of groups, assume that a group has kEntriesOfGroup entries.
+  // The last piece of each group may be smaller than the others, so the number of pieces grows with the number of
+  // groups. To estimate the number of groups, assume that a group has kEntriesOfGroup entries.
   constexpr std::int64_t kEntriesOfGroup = 8;
   std::int64_t pieces = divide_up(items, p.region.items_of_cta);
   if (pieces > 1) pieces += divide_up(p.entries_of_cta, kEntriesOfGroup);
@@ -96,7 +96,7 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   p.by_heads = cutlass::FastDivmod(p.heads);
   for (int i = 0; i < kRank; ++i) {
     // If a dimension has one token, it also has one token in the layout of every batch entry, unless that layout is
-    // empty. The last dimension is the exception: sequences have separate lengths of queries and of keys.
+    // empty. The last dimension is an exception, because a sequence has separate lengths of queries and of keys.
     p.is_single[i] = p.is_plain && p.axis[i].query_extent == 1 && (!has_layouts || p.region.dimension[i] < kRank - 1);
     p.by_regions[i] = cutlass::FastDivmod(p.region.regions[i]);
     p.by_tiles[i] = cutlass::FastDivmod(p.region.tiles[i]);
@@ -117,7 +117,8 @@ Status prepare_regions(const Problem& problem, const std::int64_t (&rows)[kRank]
   shape = {dim3(static_cast<unsigned>(p.region.count), static_cast<unsigned>(ctas)), 32 * p.region.warps,
            p.region.shared.bytes, stream};
   // With PDL, the key/value gradient kernel plans while the query gradient kernel runs. This requires code for an
-  // architecture with TMA: code for older architectures would not wait for the results of the query gradient kernel.
+  // architecture with TMA, because code for older architectures would not wait for the results of the query gradient
+  // kernel.
   shape.overlaps = kernel == Kernel::kKeyValueGradient && device.has_boxes;
   return {};
 }

@@ -13,14 +13,15 @@ namespace natten_jax::small {
 /// Encodes the maps of keys and values, the columns of kernels that own queries.
 Status encode_keys(const Problem& problem, const void* key, const void* value, CommonParams& p);
 
-/// Encodes the maps of queries, dO and statistics, the columns of the kernel that owns keys. `arrays` provides their
-/// addresses; it may be the parameters of another kernel.
+/// Encodes the maps of queries, dO and statistics, the columns of the kernel that owns keys. The addresses of these
+/// arrays come from `arrays`, which may be the parameters of another kernel.
 Status encode_queries(const Problem& problem, const BackwardParams& arrays, CommonParams& p);
 
 /// Encodes the maps for the kernel of whole layouts, in the order of WholeBox.
 Status encode_whole(const Problem& problem, BackwardParams& p);
 
-/// Makes maps for each batch entry, whose layout is separate, from the maps of the whole arrays.
+/// Makes a separate set of maps for every batch entry from the maps of the whole arrays. Does nothing without per-entry
+/// layouts or without boxes.
 ///
 /// Args:
 ///   are_queries: true if columns are queries, false if they are keys.

@@ -11,7 +11,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// Alignment in bytes: of tables and stages, and of boxes, as TMA's swizzle requires.
+/// Alignment in bytes of tables and stages (kAlignment), and of boxes (kBoxAlignment), as TMA's swizzle requires.
 constexpr std::int64_t kAlignment = 128;
 constexpr std::int64_t kBoxAlignment = 1024;
 
@@ -199,7 +199,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   const std::int64_t additional_pairs = divide_up(problem.additional_kv, 2 * kColumns);
   const std::int64_t pairs = lines * line_pairs + additional_pairs;
   // Kernels compute two pairs at a time, and prefetch two more. Pairs of the window and additional pairs are rounded up
-  // separately.
+  // to even numbers separately.
   const std::int64_t entries = 2 * (divide_up(lines * line_pairs, 2) + divide_up(additional_pairs, 2) + 1);
   if (region.has_boxes && !widen_box(sides, region, groups, box)) return false;
   if (problem.has_relative_bias && !lay_out_sums(problem, groups, region)) return false;
@@ -276,8 +276,8 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   region.next_statistic = kStatisticsBytes * (region.group[0] > 1 ? 1 : region.pitch[1]);
   region.next_group = kStatisticsBytes * region.group[1] * region.pitch[1];
   const double mean_pairs = mean_groups[0] * mean_groups[2] * (mean_groups[1] + .5) / 2;
-  // Estimate a number between the mean and the maximum, because the warps of a CTA wait for the warp with the most
-  // pairs.
+  // Estimate a number of pairs between the mean and the maximum, because the warps of a CTA wait for the warp with the
+  // most pairs.
   region.pairs = (mean_pairs + static_cast<double>(lines * line_pairs)) / 2 + static_cast<double>(additional_pairs);
   region.table_capacity = static_cast<int>(entries);
   region.stages = stages;

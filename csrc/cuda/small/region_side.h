@@ -10,7 +10,7 @@ namespace natten_jax::small {
 
 /// Limit of exact results in Side. Keys near the ends of a layout are enumerated only if the kernel size plus the
 /// stride is at most this number. With per-entry layouts, all lengths of a layout are enumerated only if there are at
-/// most this many.
+/// most kMostEnumerated lengths.
 constexpr std::int64_t kMostEnumerated = 1024;
 
 /// A dimension of a problem, as a kernel divides it into rows and columns: queries and keys, or the reverse.

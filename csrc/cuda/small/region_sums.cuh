@@ -10,7 +10,7 @@ namespace natten_jax::small {
 /// Sums of logit gradients over the queries of each warp's tile. Every number of a tile's record (bias_table.h) has two
 /// sums: a sum over the queries whose gradients are stored in place, and a sum over late queries, whose gradients are
 /// stored one number later (TilePlan::late_rows). In accumulator order, the sums of numbers n and n + 8 are adjacent.
-/// After a warp's sums, shared memory has the smallest offsets of its tile.
+/// In shared memory, the smallest offsets of a warp's tile follow the warp's sums.
 class RegionSums {
  public:
   CUTE_DEVICE RegionSums(const WholeBiasParams& p, char* raw) : p_(p), raw_(raw) {}
