@@ -167,6 +167,8 @@ def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
 
     If ``or_none`` is true, the error message for invalid values lists ``None`` as a valid value.
     """
+    if isinstance(value, bool):
+        return value  # saves two calls
     check_static(name, value)
     found = _python_bool(value)
     if found is None:
