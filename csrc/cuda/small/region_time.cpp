@@ -7,7 +7,7 @@
 namespace natten_jax::small {
 namespace {
 
-/// Maximum number of chunks into which the items of a region are divided. It is the limit of gridDim.y.
+/// Maximum number of chunks into which the items of a region are divided. This is the limit of gridDim.y.
 constexpr std::int64_t kMostChunks = 65535;
 
 /// Maximum number of rounds. In each round, CTAs fill all SMs once. Every CTA computes a plan, and with more rounds
@@ -17,12 +17,12 @@ constexpr int kMostRounds = 4;
 /// Cost model of the work on an SM. Costs are times in nanoseconds, unless a field is described otherwise.
 struct Costs {
   double tile;       ///< Fixed time of a tile, for heads of 32.
-  double pair;       ///< Time of a pair of groups, for heads of 32.
+  double pair;       ///< Time of a tile per pair of column groups, for heads of 32.
   double column;     ///< Time to load or store a token of two arrays, for heads of 32.
   double exposed;    ///< Relative extra time of `column` and `item` on an SM with a single CTA that has a single stage.
   double waiting;    ///< Factor on the time of a tile if its warp is the only one on the SM.
   double uneven;     ///< Weight of the imbalance of warps between the four partitions of an SM.
-  double staged;     ///< Effect of a second stage on the overlap of loads, relative to the effect of another CTA.
+  double staged;     ///< Effect of a second stage on the overlap of loads, relative to that of one more CTA.
   double plan;       ///< Time of a plan, per warp of the CTA.
   double factor_64;  ///< Factor on `tile` and `pair` for heads of 64.
   double factor_128;  ///< Factor on `tile` and `pair` for heads of 128.
@@ -56,8 +56,8 @@ constexpr Costs costs_of(Kernel kernel, bool has_boxes) {
 }
 
 /// Like costs_of, for problems for which rings may be faster: windows of 100 to 400 keys (is_timed_against_rings).
-/// These costs were fitted to the times of 3,000 regions of 200 problems on an H100. The costs above gave estimates
-/// that were up to a quarter too short, especially for launches with few CTAs.
+/// These costs were fitted to the times of 3,000 regions of 200 problems on an H100. The estimates with costs_of were
+/// up to a quarter too short, especially for launches with few CTAs.
 constexpr Costs costs_against_rings(Kernel kernel, bool has_boxes) {
   switch (kernel) {
     case Kernel::kForward:
@@ -75,13 +75,14 @@ constexpr Costs costs_against_rings(Kernel kernel, bool has_boxes) {
   return costs_of(kernel, has_boxes);
 }
 
-/// For the kernel of whole layouts with a relative bias: `Costs::waiting`, and the number of warps on an SM for which
-/// the resulting factor is 1. Layouts of 7 x 7 tokens took twice as long with 8 warps on an SM as with 16.
+/// For the kernel of whole layouts with a relative bias: the value that replaces `Costs::waiting`, and the number of
+/// warps on an SM with which the factor on the time of a tile is 1. Layouts of 7 x 7 tokens took twice as long with 8
+/// warps on an SM as with 16.
 constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 
 /// Costs of per-entry layouts, measured with a batch of four images on an H200. Half of the tokens were padding.
 /// - kRealItems: fraction of a CTA's items that are not padding.
-/// - kPlansOfEntries: number of plans of a CTA.
+/// - kPlansOfEntries: number of plans per CTA.
 /// - kPlanOverhead: extra time of a plan, in nanoseconds, if the SM has a single CTA. In this time, the CTA examines
 ///   its batch entries, and waits for its first loads.
 constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kPlanOverhead = 5000;
@@ -126,7 +127,7 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
 
 namespace {
 
-/// Times of an item of a CTA and of a plan, if `resident` CTAs share an SM.
+/// Time of an item of a CTA, and time of a plan, if `resident` CTAs share an SM.
 struct CtaTime {
   double item, plan;
 
@@ -135,9 +136,9 @@ struct CtaTime {
     const double width = head_dim / 32., warps = region.warps * resident,
                  unevenness = std::ceil(warps / 4) * 4 / warps - 1;
     const double wider = head_dim == 32 ? 1 : head_dim == 64 ? costs.factor_64 : costs.factor_128;
-    // If its warp is the only one on the SM, a tile takes about `waiting` times as long as with many warps. In the
-    // kernel of whole layouts, a relative bias may leave room for few warps only, because of the shared memory for its
-    // sums. Without a relative bias, there are always enough warps.
+    // A tile whose warp is the only one on the SM takes about `waiting` times as long as a tile among many warps. In
+    // the kernel of whole layouts, a relative bias may leave room for few warps only, because the sums for its gradient
+    // occupy shared memory. Without a relative bias, there are always enough warps.
     const bool may_wait = kernel == Kernel::kWholeGradient && region.record > 0;
     const double alone = may_wait
                              ? std::hypot(1., kWaitingOfWhole / warps) / std::hypot(1., kWaitingOfWhole / kEnoughWarps)
@@ -180,7 +181,7 @@ std::int64_t items_of_plan(Kernel kernel, int head_dim, const Region& region, co
 double estimate_additional(const Problem& problem, const Device& device) {
   // Measured on an H200.
   // - kStart: nanoseconds until a CTA has started.
-  // - kStep: nanoseconds per step to wait for the queries that the CTA's warps load at once.
+  // - kStep: nanoseconds per step. In a step, a CTA waits for the queries that its warps load at once.
   // - kBytes: bytes of sums that are written and read back per nanosecond.
   constexpr double kStart = 4000, kStep = 1300, kBytes = 1600;
   const int head_dim = compiled_head_dim(problem), columns_at_once = additional_pairs_at_once(head_dim) * 2 * kColumns;

@@ -18,12 +18,13 @@ Shares share_items(std::int64_t items, const Region& region, const Device& devic
 /// Estimates the time of a launch, in nanoseconds.
 ///
 /// Args:
-///   has_ring_costs: true if regions were timed against rings for such problems (is_timed_against_rings).
+///   has_ring_costs: true if regions were timed against rings for problems like this one (is_timed_against_rings).
 double estimate(Kernel kernel, int head_dim, Coverage coverage, const Region& region, const Shares& shares,
                 bool has_ring_costs);
 
 /// Returns the maximum number of items per plan with per-entry layouts. With fewer items per plan, there are more
-/// plans. With more items, other SMs wait longer for the last CTA, on average for half of a CTA's time.
+/// plans. With more items per plan, other SMs wait longer for the CTA that ends last: on average, for half of a CTA's
+/// time.
 ///
 /// Args:
 ///   items: total number of items of all regions, including items of padding.

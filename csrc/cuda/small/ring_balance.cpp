@@ -12,8 +12,8 @@ namespace {
 /// differences between units average out.
 constexpr std::int64_t kMostRounds = 32;
 
-/// Returns the relative work of each strip along dimension `i` of the shape, 0 or 1. If rows are keys, this is the
-/// number of blocks that the strip's warps see.
+/// Returns the relative work of each strip along dimension `i` of the shape. `i` is 0 or 1. If rows are keys, the
+/// relative work is the number of blocks that the strip's warps see.
 std::vector<double> blocks_of_strips(const Problem& problem, Kernel kernel, const RingShape& shape, int i) {
   const bool rows_are_keys = kernel == Kernel::kKeyValueGradient;
   const Span span{problem.axes[shape.dimension[i]], rows_are_keys};

@@ -52,10 +52,10 @@ CUTE_DEVICE void arrive_at(std::uint64_t& barrier) {
 ///
 /// If loader warps copy chunks, lanes arrive separately at the barriers: lanes of loader warps when their copies are
 /// complete, and lanes of compute warps after their reads. racecheck (compute-sanitizer) attributes an arrival only to
-/// the lane that arrives. With one arrival per warp, it would report the reads of the other lanes. With arrivals of all
-/// lanes, query gradients took 0.94 to 0.98 times as long on an H100, and the other kernels 0.98 to 1.01 times. If
-/// loader warps use TMA to load boxes and also store data themselves, their lanes and those of compute warps arrive
-/// separately too.
+/// the lane that arrives. With one arrival per warp, it would report the reads of the other lanes. On an H100, the
+/// kernel of query gradients took 0.94 to 0.98 times as long with arrivals of all lanes as with one arrival per warp.
+/// The other kernels took 0.98 to 1.01 times as long. If loader warps use TMA to load boxes and also store data
+/// themselves, their lanes and those of compute warps arrive separately too.
 ///
 /// Args:
 ///   kLoads: method of loading slabs.

@@ -58,8 +58,8 @@ struct RingBias {
                            ///< out) pairs of a query and a key.
   int center;              ///< Byte offset of the first table's entry for offset zero.
   // Distances in bytes between the entries for the lane's two rows (`next_row`), for the two halves of a block, and for
-  // consecutive blocks, groups and slabs. If rows are keys, kernels add `next_row` and subtract the others; if rows are
-  // queries, it is the reverse.
+  // consecutive blocks, groups and slabs. If rows are keys, kernels add `next_row` and subtract the other distances. If
+  // rows are queries, they subtract `next_row` and add the other distances.
   int next_row;
   int next_half;
   int next_block, next_group, next_slab;
@@ -70,8 +70,8 @@ struct RingBias {
     // For windows of 13 x 13, five tables take 12.5 kB. For comparison, a slab of queries and dO takes up to 30 kB.
     constexpr std::int64_t kMostTables = 5, kBytesOfTables = 14 * 1024;
     const OffsetTable offsets = offset_table(axes);
-    // Extents in columns. In dimensions 0 and 1: of the blocks of a slab that a warp multiplies, including columns that
-    // none of its rows sees. In dimension 2: of a slab.
+    // Extents in columns. In dimensions 0 and 1: extents of the part of a slab that a warp multiplies, including
+    // columns that none of its rows sees. In dimension 2: extent of a slab.
     const RingForm form = kernel == Kernel::kKeyValueGradient ? RingForm{1, 1} : kRingForms[shape.form];
     const int high = kBlockKeys / shape.wide,
               extent[kRank] = {form.groups * shape.wide, shape.thick > 1 ? 1 : form.inner * high, shape.thick};

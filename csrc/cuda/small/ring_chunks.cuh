@@ -9,9 +9,9 @@
 namespace natten_jax::small {
 
 /// Main loop of a loader warp that copies chunks. It copies one of the two arrays of each slab, and every second tile
-/// of each step, in the order in which the steps need them. A single loader warp, with two to four copies in flight,
-/// was too slow: a copy of 512 bytes took 60 to 110 cycles on an H100. Therefore there are two loader warps, and each
-/// one computes the addresses of eight copies before it starts them.
+/// of each step. It copies the data in the order in which the steps need it. A single loader warp, with two to four
+/// copies in flight, was too slow: a copy of 512 bytes took 60 to 110 cycles on an H100. Therefore there are two loader
+/// warps, and each one computes the addresses of eight copies before it starts them.
 template <class Params, int kHeadDim>
 class RingChunks {
  public:
@@ -64,7 +64,8 @@ class RingChunks {
   static constexpr int kTileArrays = ring_tile_arrays(Params::kKernel);
   static constexpr int kLoaders = ring_loaders(RingLoads::kChunks);
   static_assert(kLoaders == 2);
-  // Bytes of a row of an array, chunks of such a row, and rows that a warp copies at once with one chunk per lane.
+  // Bytes of a row of an array, number of chunks of a row, and number of rows that a warp copies at once. Each lane
+  // then copies one chunk.
   static constexpr int kRowBytes = 2 * kHeadDim, kChunks = kHeadDim / 8, kAtOnce = 32 / kChunks;
   static constexpr int kTilePasses = kRows / kAtOnce;
   static constexpr int kBlockPasses = kBlockKeys / kAtOnce, kBlocksAtOnce = 8 / kBlockPasses;

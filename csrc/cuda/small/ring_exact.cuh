@@ -14,8 +14,8 @@ template <class Element, int kHeadDim, bool kRowsAreKeys = false>
 class RingTile {
  public:
   CUTE_DEVICE RingTile(const RingParams& p, RingUnit unit, int step) : p_(p), lane_(opaque_number(threadIdx.x % 32)) {
-    // Opaque to the compiler, which would otherwise compute derived values early, and keep them in registers even if
-    // nothing is recomputed.
+    // These numbers are opaque to the compiler. Otherwise, it would compute values from them early, and keep these
+    // values in registers even if nothing is recomputed.
     const int lane = lane_;
     step = opaque_number(step);
     unit.batch = opaque_number(unit.batch);

@@ -26,7 +26,7 @@ struct RingForward {
   static constexpr bool kHasRelativeBias = kBiases == RingBiases::kRelative;
   static constexpr bool kHasKeyBias = kBiases == RingBiases::kKey;
   static constexpr bool kHasReference = TrustedSums<Element>::kHasReference;
-  static constexpr int kAtOnce = 2;  // blocks whose instructions are interleaved to hide latency
+  static constexpr int kAtOnce = 2;  // number of blocks whose instructions are interleaved to hide latency
 
   const Params& p;
   Reader& reader;
@@ -72,7 +72,7 @@ struct RingForward {
     }
   }
 
-  /// Adds a slab to the tile's sums: the keys and values that the tile's queries see.
+  /// Updates the tile's sums with the keys and values of a slab that the tile's queries see.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     auto biases = bias.slab_biases();
     add_blocks<0>(slab, hidden_of_slab, biases);

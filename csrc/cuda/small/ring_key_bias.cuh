@@ -57,7 +57,7 @@ class RingKeyBiasLoader {
   }
 
   /// Starts to load the biases of a slab. `along` is the coordinate of the slab along the strip. Keys outside of the
-  /// layout are hidden (masked out), so that their biases only have to be finite.
+  /// layout get a bias of zero. Compute warps mask these keys out, so that any finite bias would do.
   CUTE_DEVICE void load(int along) {
     const int pitch = p_.key_bias.is_shared_by_heads ? 1 : p_.heads;
     CUTE_UNROLL
@@ -82,7 +82,8 @@ class RingKeyBiasLoader {
     for (int i = 0; i < kKeysPerLane; ++i) {
       const int key = first_ + i * kLanes, column = key % kBlockKeys;
       if (key >= p_.shape.groups * p_.shape.group_blocks * kBlockKeys) break;
-      // A compute lane reads four biases of a block: for two columns in each half. They are stored next to each other.
+      // A compute lane reads four biases of a block: the biases of two columns in each half. These four biases are
+      // stored next to each other.
       const int word = key - column + column % kColumns / 2 * 4 + column / kColumns * 2 + column % 2;
       store_word(to + 4 * word, __float_as_uint(converted_[i]));
     }
@@ -107,8 +108,8 @@ class RingKeyBiasLoader {
   float bias_[kKeysPerLane], converted_[kKeysPerLane];
 };
 
-/// If `kAreThere`, loads the biases of a block's columns that the lane holds, once for each of its two rows. `at` is
-/// their address in shared memory.
+/// If `kAreThere`, loads biases into `x`: for each of the lane's two rows, the biases of the columns of a block that
+/// the lane holds. `at` is the address of these biases in shared memory.
 template <bool kAreThere>
 CUTE_DEVICE void load_ring_key_biases([[maybe_unused]] float (&x)[2][4], [[maybe_unused]] std::uint32_t at) {
   if constexpr (kAreThere) {

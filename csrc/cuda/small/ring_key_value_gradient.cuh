@@ -66,7 +66,7 @@ struct RingKeyValueGradient {
     }
   }
 
-  /// Adds a slab to the sums of both gradients: the queries that see the tile's keys.
+  /// Updates the sums of both gradients with the queries of a slab that see the tile's keys.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) {
     const RingTable& masks = reader.masks;
     std::uint32_t table = masks.table, block = 0;

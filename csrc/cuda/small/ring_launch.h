@@ -10,7 +10,7 @@
 
 namespace natten_jax::small {
 
-/// True if a kernel uses a ring of this shape. Without compute warps in the shape, it uses regions instead.
+/// True if a kernel uses a ring of this shape. If the shape has no compute warps, the kernel uses regions instead.
 constexpr bool has_ring(const RingShape& shape) {
   return shape.warps > 0;
 }
@@ -19,7 +19,8 @@ constexpr bool has_ring(const RingShape& shape) {
 Status find_forward_ring(const Problem& problem, const TileShapes& tiles, Coverage coverage, const Device& device,
                          RingShape& result);
 
-/// Rings of a backward pass, for the kernel of query gradients and the kernel of key and value gradients.
+/// Shapes of the two rings of a backward pass: for the kernel of query gradients, and for the kernel of key and value
+/// gradients.
 struct GradientRings {
   RingShape query_gradient, key_value_gradient;
 };
@@ -27,7 +28,8 @@ struct GradientRings {
 /// Chooses the rings of a backward pass on the current device.
 ///
 /// Args:
-///   region_of_keys: region of the kernel of key and value gradients. The kernel uses it unless a ring is faster.
+///   region_of_keys: region of the kernel of key and value gradients. The kernel uses this region unless a ring is
+///     faster.
 Status find_gradient_rings(const Problem& problem, const TileShapes& tiles, Coverage coverage, const Device& device,
                            const Region& region_of_keys, GradientRings& result);
 
@@ -39,7 +41,7 @@ Status run_ring_forward(const Problem& problem, const RingShape& shape, const Ar
 Status run_ring_query_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays, float* statistics,
                                cudaStream_t stream);
 
-/// Runs the kernel of key and value gradients. The kernel of query gradients has to run before, because it writes
+/// Runs the kernel of key and value gradients. The kernel of query gradients has to run first, because it writes
 /// `statistics`.
 Status run_ring_key_value_gradient(const Problem& problem, const RingShape& shape, const Arrays& arrays,
                                    const float* statistics, cudaStream_t stream);

@@ -59,7 +59,7 @@ struct RingQueryParams : RingParams {
   const float* logsumexp;
   const float* remainder;            // null stands for zeros
   const float* logsumexp_cotangent;  // null stands for zeros
-  // [batch, tokens, heads]. The four numbers are:
+  // [batch, tokens, heads]. The four numbers of an element are:
   // - the logsumexp in base 2, or NaN if its remainder is significant
   // - delta
   // - the logsumexp in base 2, even if its remainder is significant
@@ -115,7 +115,8 @@ template <class Params, RingBiases kBiases>
 using RingParamsOf = std::conditional_t<kBiases == RingBiases::kRelative, WithRelativeBias<Params>,
                                         std::conditional_t<kBiases == RingBiases::kKey, WithKeyBias<Params>, Params>>;
 
-/// True if lanes of loader warps store data next to the slabs. They store key biases if keys are columns.
+/// True if lanes of loader warps store data in shared memory, in addition to the slabs that TMA loads. They store key
+/// biases if keys are columns.
 template <class Params>
 inline constexpr bool kLanesStore = false;
 template <>

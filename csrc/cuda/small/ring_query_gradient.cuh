@@ -18,7 +18,7 @@ struct RingQueryGradient {
   using Operand = RowOperand<Element, kHeadDim>;
   static constexpr bool kHasKeyBias = kBiases == RingBiases::kKey;
   static constexpr int kBlocks = Masks::kBlocks;
-  static constexpr int kAtOnce = 2;  // blocks whose instructions are interleaved to hide latency
+  static constexpr int kAtOnce = 2;  // number of blocks whose instructions are interleaved to hide latency
 
   const Params& p;
   Reader& reader;
@@ -73,7 +73,7 @@ struct RingQueryGradient {
     for (int i = 0; i < kHeadDim / 2; ++i) gradient[i / 4][i % 4] = 0.f;
   }
 
-  /// Adds a slab to the tile's gradient: the keys that the tile's queries see.
+  /// Updates the tile's gradient with the keys of a slab that the tile's queries see.
   CUTE_DEVICE void add(std::uint32_t slab, std::uint32_t hidden_of_slab) { add_blocks<0>(slab, hidden_of_slab); }
 
   template <int kFirst>

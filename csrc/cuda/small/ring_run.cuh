@@ -19,8 +19,8 @@ constexpr bool is_ring_compiled(RingLoads loads) {
 
 /// Return the registers per thread of compute warps and of TMA loader warps. In total, a CTA must not have more
 /// registers than it is launched with. Loader warps whose lanes store data need more than 32 registers per thread. With
-/// 32, the compiler kept values that both kinds of warps use in local memory, and loaded them seven times per slab with
-/// heads of 32.
+/// 32, the compiler spilled values that both kinds of warps use to local memory. With heads of 32, it loaded these
+/// values seven times per slab.
 constexpr int ring_registers(int warps, bool lanes_store) {
   if (lanes_store) return warps == 12 ? 152 : 104;
   return warps == 12 ? 160 : 112;

@@ -101,7 +101,7 @@ constexpr double kClearly = 1.05;
 constexpr double kKeyGradientFactor = 1.15;
 
 /// Factor on the estimates of regions for problems with biases that rings also support. On an H100, forward passes of
-/// four problems took 1.12 to 1.26 times as long as estimated for regions.
+/// four problems with regions took 1.12 to 1.26 times as long as estimated.
 constexpr double kBiasedRegionFactor = 1.15;
 
 /// Minimum number of keys in a window. With fewer keys, the fixed work per tile dominates. For example, NAT's first
@@ -124,7 +124,8 @@ std::int64_t keys_of_window(const Problem& problem) {
 
 /// True if windows extend along at most one dimension. Such problems do not use rings, and rings were not timed for
 /// them. They also do not use the costs that were fitted to regions and rings in two and three dimensions. With the
-/// regions that these costs chose, the gradients of causal windows of 128 keys took 4.6% longer.
+/// regions that those costs chose, the gradients of causal windows of 128 keys took 4.6% longer than with the regions
+/// that the other costs chose.
 bool is_sequence(const Problem& problem) {
   const auto has_window = [](const Axis& axis) { return axis.window.kernel_size > 1; };
   return std::count_if(std::begin(problem.axes), std::end(problem.axes), has_window) <= 1;
@@ -133,19 +134,19 @@ bool is_sequence(const Problem& problem) {
 /// Numbers of blocks of a slab that a warp sees:
 /// - average: average over all warps.
 /// - most: average over the warps of the busiest strip.
-/// - slowest: average over the busiest warps of all strips.
+/// - slowest: number for the busiest warp of a strip, averaged over all strips.
 struct BlocksOfSlab {
   double average, most, slowest;
 };
 
 /// Average numbers of slabs per step:
 /// - visible: slabs that the step's tiles see.
-/// - coming: slabs that the step's tiles see, and no earlier step of the strip.
+/// - coming: slabs that the step's tiles see and that no earlier step of the strip sees.
 struct SlabsOfStep {
   double visible, coming;
 };
 
-/// Divides strips into the number of segments with the shortest estimated launch time.
+/// Chooses the number of segments per strip for which the estimated launch time is shortest.
 void choose_segments(const Problem& problem, Kernel kernel, const Device& device, SlabsOfStep slabs,
                      BlocksOfSlab blocks, std::int64_t first_bytes, RingShape& shape) {
   const RingCosts costs = costs_of(shape.loads, kernel, problem.head_dim);
@@ -230,8 +231,8 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
       kMostRingSlots);
   // Minimum number of slabs in the ring. If rows are queries, the ring has to hold the slabs of a step, and the slabs
   // that the next step sees in addition. If rows are keys, it has to hold the slabs that a step shares with the next
-  // step, and one more. More queries see the keys at an edge of the layout, so that steps there see more slabs. Their
-  // warps may then wait for slabs that are not in the ring yet.
+  // step, and one more. More queries see the keys at an edge of the layout, so that steps there see more slabs. The
+  // warps of these steps may then wait for slabs that are not in the ring yet.
   const std::int64_t least_slots = rows_are_keys ? slabs.held + 1 : slabs.most + divide_up(shape.rows[2], shape.thick);
   if (slots < least_slots || shape.array_bytes % kSwizzle != 0) return false;
   shape.slots = narrow(slots);

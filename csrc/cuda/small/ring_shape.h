@@ -58,7 +58,7 @@ inline constexpr int kMostBiasedKeys = 256;
 
 /// Returns the maximum number of steps of a segment, which is the size of a bit mask that marks the steps to recompute.
 /// With chunk loads, strips of 64 steps took 0.95 times as long with a maximum of 64 as with 32. With TMA loads, there
-/// are not enough registers for a longer mask.
+/// are not enough registers for a mask of 64 bits.
 constexpr int most_segment_steps(RingLoads loads) {
   return loads == RingLoads::kBoxes ? 32 : 64;
 }
@@ -113,7 +113,8 @@ struct RingShape {
 /// has a shape that can be launched. This check is cheap, and comes before the choice of a shape.
 bool can_have_ring(const Problem& problem, Coverage coverage);
 
-/// True if regions were timed against rings for such problems. Regions then have other cost estimates.
+/// True if regions were timed against rings for problems like this one. The estimates of regions then use the costs
+/// that were fitted to these times.
 bool is_timed_against_rings(const Problem& problem, Coverage coverage);
 
 /// True if the kernel of key and value gradients with a ring supports the features of a problem. It requires that each
@@ -130,8 +131,8 @@ RingShape choose_ring(const Problem& problem, const std::int64_t (&rows)[kRank],
 /// tiles. With biases, `warps` is 0 unless slabs are loaded as boxes.
 RingShape choose_gradient_ring(const Problem& problem, Coverage coverage, RingLoads loads, const Device& device);
 
-/// Chooses `rotation`, the rotation of the map from CTAs to units per round, such that CTAs have about equal work: some
-/// strips see more columns than others.
+/// Chooses `rotation`, the rotation of the map from CTAs to units per round. The rotation gives all CTAs about equal
+/// work, although some strips see more columns than others.
 void balance_ring(const Problem& problem, Kernel kernel, const Device& device, RingShape& shape);
 
 /// Returns the estimated time of a launch with a region, in nanoseconds, for comparison with the estimates of rings.

@@ -148,9 +148,9 @@ struct RingReader {
   /// releases and heads of 64, but 2% more time with heads of 32. With key biases and heads of 64, they took 0.4% less
   /// time in the forward pass, but 1.5% more time in the backward pass.
   static constexpr bool kReleasesLate = kHeadDim == 64 && !kHasKeyBias;
-  /// True if the main loop keeps values in registers instead of computing cheap ones again. With heads of 32, no
-  /// registers are free for them. With heads of 64, a warp has more registers, and a CTA has fewer warps to hide the
-  /// latency at the end of each step.
+  /// True if the main loop keeps values in registers that it would otherwise compute again at low cost. With heads of
+  /// 32, no registers are free for these values. With heads of 64, a warp has more registers, and a CTA has fewer warps
+  /// to hide the latency at the end of each step.
   static constexpr bool kHasSpareRegisters = kHeadDim == 64;
   // Bytes of the data of a column (statistics or key biases), and number of columns between the data of two neighboring
   // lanes. Biases are stored in the order in which lanes read them.
@@ -210,7 +210,7 @@ struct RingReader {
 
   /// Computes the products of a tile's rows with the columns of blocks. Accumulators start as `initial`. With `kAdds`,
   /// products are added to the values of `x` instead. Instructions with the same accumulators have to wait for each
-  /// other. They alternate with the instructions of other accumulators, to hide this latency.
+  /// other. To hide this latency, instructions with different accumulators alternate.
   template <bool kAdds = false, int kCount>
   CUTE_DEVICE static void multiply_blocks(float (&x)[kCount][2][4], const RowOperand<Element, kHeadDim>& rows,
                                           const std::uint32_t (&addresses)[kCount], const float4& initial) {
@@ -312,7 +312,7 @@ struct RingReader {
         // A slab is released after a branch. In the basic block that multiplies the slab, ptxas would move the arrival
         // before products that wait for loads from the slab. It does not move products across a branch.
         if constexpr (kReleasesLate) {
-          // The lane releases the slabs before `released`.
+          // The lane releases the slabs before slab `released`.
           const int released = barriers.is_arriving() ? next.x : slabs.x;
           bool was_last_use = false;
           int last_slot = 0;

@@ -23,8 +23,8 @@ struct SinksGradientParams {
   int rows_of_part;
 };
 
-/// Computes parts of the gradient. A CTA handles some heads of one part of the queries. Each of its threads handles one
-/// head, and only every `rows_of_cta`-th query, so that neighboring threads read neighboring memory.
+/// Computes parts of the gradient. A CTA handles some of the heads for one part of the queries. Each of its threads
+/// handles one head, and only every `rows_of_cta`-th query, so that neighboring threads read neighboring memory.
 __global__ void __launch_bounds__(kThreads, 2)
     natten_jax_small_sinks_gradient(const __grid_constant__ SinksGradientParams p) {
   __shared__ float sums[kThreads];
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kMostSumThreads) natten_jax_small_sinks_sums(c
 }  // namespace
 
 cudaError_t launch_sums_of_sinks(const SinksParams& params, bool overlaps, cudaStream_t stream) {
-  // At most one thread per chunk. A small CTA fits on an SM next to CTAs of the previous kernel, and waits there until
-  // this kernel ends (PDL).
+  // Use at most one thread per chunk, to keep the CTA small. A small CTA fits on an SM next to CTAs of the previous
+  // kernel, and waits there until the previous kernel ends (PDL).
   const int chunks = (params.parts_of_sink + kEntriesOfChunk - 1) / kEntriesOfChunk;
   const int threads = std::clamp(static_cast<int>(divide_up(chunks, 32)) * 32, 32, kMostSumThreads);
   const int shared_memory = threads / 32 * static_cast<int>(sizeof(float));

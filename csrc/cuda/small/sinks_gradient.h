@@ -18,7 +18,7 @@ namespace natten_jax::small {
 struct SinksParams;  // params.h
 
 /// Returns the maximum number of parts into which the queries are divided. `batch_of_sinks` is the number of batch
-/// entries with separate sinks. For all of them together, there are enough parts to fill a GPU.
+/// entries with separate sinks. Over all these batch entries, there are enough parts to fill a GPU.
 inline std::int64_t parts_of_sinks(std::int64_t batch_of_sinks) {
   constexpr std::int64_t kMost = 256;
   return std::max<std::int64_t>(kMost / batch_of_sinks, 1);

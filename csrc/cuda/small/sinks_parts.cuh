@@ -1,6 +1,6 @@
 // Parts of the gradient of sinks, from kernels that own queries. For each of its rows, a warp multiplies the sink's
-// softmax weight by delta. For each item, it writes the sum over its rows, which is a part. Later, the parts of each
-// sink are added up in a fixed order.
+// softmax weight by delta. For each item, the warp adds up these products over its rows, and writes the sum as one
+// part. Later, the parts of each sink are added up in a fixed order.
 #pragma once
 
 #include "cuda/common/launch.cuh"

@@ -12,8 +12,8 @@ namespace natten_jax::small {
 /// Maximum number of threads per CTA.
 inline constexpr int kTableThreads = 256;
 
-/// Returns the bytes of shared memory for the sums of several runs of tiles, the runs that a CTA adds up at a time.
-/// There is memory for at least one run.
+/// Returns the number of bytes of shared memory for sums of runs of tiles. A CTA adds up as many runs at a time as the
+/// memory has room for, and at least one.
 constexpr int bytes_of_runs(int record) {
   constexpr int kMostRuns = 12, kMostBytes = 32 * 1024;
   const int run = static_cast<int>(sizeof(float)) * record, runs = kMostBytes / run;

@@ -21,8 +21,9 @@ __global__ void __launch_bounds__(kProductsThreads)
   products[entry] = offset < 0 ? 0.f : GivenTable::product_of(table[offset], scale);
 }
 
-/// Threads of a CTA that adds up sums, and their distribution. A chunk is four consecutive offsets. Each thread loads
-/// one chunk of every 32nd sum. Eight neighboring threads load eight consecutive chunks of a sum.
+/// Number of threads of a CTA that adds up sums, and their distribution over chunks of these sums. A chunk is four
+/// consecutive offsets. Each thread loads one chunk of every 32nd sum. Eight neighboring threads load eight consecutive
+/// chunks of a sum.
 constexpr int kSumThreads = 256, kChunksAtOnce = 8, kSumsAtOnce = kSumThreads / kChunksAtOnce, kOffsetsPerChunk = 4;
 
 /// Adds up the sums of each table (LastSumsParams). A CTA computes 32 consecutive offsets of one table.

@@ -25,7 +25,7 @@ struct TableProductsParams {
 struct LastSumsParams {
   const float* sums;
   float* result;            // [tables, offsets]
-  std::int64_t next_table;  // distance from one table's first sum to the next table's, in chunks of 16 bytes
+  std::int64_t next_table;  // distance between the first sums of consecutive tables, in chunks of 16 bytes
   std::int64_t next_sum;    // distance between consecutive sums of a table, in chunks of 16 bytes
   int count;                // sums per table
   int offsets;

@@ -46,8 +46,8 @@ constexpr float kMostOfSinkShift = 128.f;
 
 /// Adds a sink to the sums of a lane's two rows, as an additional weight. If the sum of any row of the warp would lose
 /// digits, returns false and leaves all sums unchanged. Rows whose element of `indices` is negative are outside of the
-/// layout and are ignored. The caller need not apply `added_logit` to the sink: if a sink is at most kHiddenLogit, its
-/// weight underflows to zero.
+/// layout and are ignored. The caller need not apply `added_logit` to the sink, because the weight of a sink of at most
+/// kHiddenLogit underflows to zero.
 CUTE_DEVICE bool add_sink_to_sums(float (&sums)[2], const float (&shift)[2], float sink, float factor,
                                   const int (&indices)[2]) {
   float with_sink[2];

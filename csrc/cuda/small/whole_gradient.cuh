@@ -49,8 +49,8 @@ CUTE_DEVICE void differentiate_whole(const WholeParams<kFeature == Feature::kRel
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t second = p.region.shared.second;
   // The plans of query rows and of key rows assume that columns begin at the start of a stage. The columns of key rows
-  // begin two boxes later, so `compute` passes an address two boxes into the stage. The statistics and the relative
-  // bias do not move, so subtract the two boxes from their offsets.
+  // begin two boxes later, so `compute` passes an address two boxes into the stage. This address must not shift the
+  // addresses of the statistics and of the relative bias, so subtract the size of two boxes from their offsets.
   keys_plan.statistic -= kWholeQueries * second;
   keys_plan.statistic_of_column -= kWholeQueries * second;
   if constexpr (kHasBias) {

@@ -43,8 +43,8 @@ struct WholeTable<true> {
   }
 
   /// Writes the sums to global memory. Call this function after the gradients of the last item were added and the warps
-  /// have synchronized. The call is not inside of the loop over items: every warp would then have to jump over its
-  /// instructions in each iteration.
+  /// have synchronized. The call is not inside of the loop over items, because every warp would then have to jump over
+  /// the instructions of this function in each iteration.
   CUTE_DEVICE void write(const TilePlan& queries, const HeadItems& items) const {
     if (queries.has_rows) sums.write(items);
   }

@@ -1,4 +1,4 @@
-// TMA loads to shared memory: of tiles and boxes of tokens, which tensor maps describe, and of contiguous bytes.
+// TMA loads to shared memory. They load tiles and boxes of tokens, which tensor maps describe, or contiguous bytes.
 // Requires compute capability 9.0.
 #pragma once
 

@@ -21,9 +21,9 @@ struct EntryMaps {
   int arrays;
   int classes;  ///< Maps per array and entry: 8, one per class of dilation groups; or 1, for the whole layout.
   DeviceAxis axis[kRank];     ///< Axes of the maps' dimensions 1 to 3.
-  int dimension[kRank];       ///< The problem's dimension for each element of `axis`.
-  std::uint32_t are_queries;  ///< A bit per array, set if its tokens are queries, not keys.
-  /// One map per array, of any class. The result's maps differ only in extents.
+  int dimension[kRank];       ///< For each element of `axis`: index of the dimension in the problem.
+  std::uint32_t are_queries;  ///< A bit per array: 1 if its tokens are queries, 0 if they are keys.
+  /// One map per array, for an arbitrary class. The maps in `result` differ from these maps only in extents.
   CUtensorMap base_maps[kMostEntryArrays];
   CUtensorMap* result;    ///< [batch, arrays, classes].
   std::int32_t* counter;  ///< Set to zero by the kernel, if not null.

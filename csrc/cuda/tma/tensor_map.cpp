@@ -28,8 +28,8 @@ Status find_encoder(PFN_cuTensorMapEncodeTiled_v12000& result) {
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &answer);
 #else
-  // CUDA before 12.5 has only this lookup, which does not take a version, and only one version of the function. CUDA 13
-  // does not have this lookup.
+  // CUDA before 12.5 has only this lookup. It does not take a version, but the function has only one version in these
+  // releases. CUDA 13 does not have this lookup.
   const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &address, cudaEnableDefault, &answer);
 #endif
   if (error != cudaSuccess) return status_of(error);

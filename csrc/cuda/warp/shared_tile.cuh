@@ -10,7 +10,8 @@ namespace natten_jax {
 
 /// Tile of rows of `kRowBytes` bytes. Rows are swizzled, which permutes their 16-byte chunks. The chunks with the same
 /// index in eight consecutive rows then lie in different banks. If rows have at least 128 bytes, this also holds for
-/// two neighboring chunks in each of the even (or odd) rows of eight consecutive rows.
+/// pairs of neighboring chunks: the same pair in the four even rows (or in the four odd rows) of eight consecutive
+/// rows.
 ///
 /// The permutation is that of cute::Swizzle. With cute::Swizzle, however, the compiler computes row permutations that
 /// are constants here: the backward kernel for heads of 128 dimensions has 5120 instructions with it and 5024 without.

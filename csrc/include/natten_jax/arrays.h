@@ -31,7 +31,7 @@ struct Arrays {
   // Results of the forward pass, and operands of the backward pass.
   void* out;
   float* logsumexp;
-  float* remainder;  ///< Remainder of the logsumexp (natten_jax/logsumexp.h); null if not needed, or if zeros.
+  float* remainder;  ///< Remainder of the logsumexp (natten_jax/logsumexp.h); null if not needed, or if it is zero.
 
   const void* out_cotangent;
   const float* logsumexp_cotangent;  ///< Null: zeros.

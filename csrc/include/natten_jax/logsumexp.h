@@ -3,8 +3,9 @@
 // Kernels compute in base 2. In base 2, a row's logsumexp is the sum of two float32 numbers. The first number is
 // base2_logsumexp of the natural logarithm that the forward pass returns. The second number is a remainder.
 //
-// Without the remainder, the rounding error of the logsumexp would cause errors of the weights exp(logit - logsumexp):
-// 1% for logits of the order of 10^5, and any factor for logits above 10^7.
+// Without the remainder, the rounding error of the logsumexp would cause errors of the weights exp(logit - logsumexp).
+// The errors would be about 1% for logits of about 10^5. For logits above 10^7, the weights could be wrong by any
+// factor.
 #pragma once
 
 #include <cmath>
@@ -34,8 +35,8 @@ NATTEN_JAX_HOST_DEVICE inline float base2_logsumexp(float logsumexp) {
 /// apart that only the keys with the row's largest logit have weights above zero. These weights are equal.
 constexpr float kPackedRemainder = 0x1p18f;
 
-/// Difference between a row's exact logsumexp and the rounded one, in base 2: the sum of both fields. `pack_remainder`
-/// packs it into the single number that arrays store.
+/// Difference between a row's exact logsumexp and the rounded one, in base 2. It is the sum of both fields.
+/// `pack_remainder` packs the two fields into the single number that arrays store.
 struct Remainder {
   float distance;  ///< Logit to which the row's weights are relative, minus the rounded logsumexp; in base 2.
   float log2_sum;  ///< Base-2 logarithm of the sum of these weights; zero if `distance` includes it.

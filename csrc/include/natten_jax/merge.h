@@ -50,8 +50,8 @@ NATTEN_JAX_HOST_DEVICE inline float add_sink(Logsumexp& row, float sink) {
 #endif
   const Logsumexp sink_row{sink, {rounding, 0.f}};
   if (row.value == -INFINITY) {
-    row = sink_row;      // merge_logsumexps would round the sink
-    return sink - sink;  // zero, or NaN if the sink is NaN
+    row = sink_row;      // assigned directly, because merge_logsumexps would round the sink
+    return sink - sink;  // zero, or NaN for a sink of NaN
   }
   return merge_logsumexps(row, sink_row).own;
 }

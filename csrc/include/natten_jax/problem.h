@@ -58,7 +58,7 @@ struct Axis {
 /// Factors of one query head of one batch entry.
 struct alignas(8) HeadScale {
   float logits;          ///< Positive.
-  float query_gradient;  ///< Positive. Equal to `logits`, unless gradients would lose digits; then larger.
+  float query_gradient;  ///< Positive. Equal to `logits`, or larger if gradients would otherwise lose digits.
 };
 
 /// Factors of the logits.
@@ -88,8 +88,8 @@ struct Problem {
   std::int64_t head_dim;
   std::int64_t head_dim_v;
   std::int64_t additional_kv;
-  // True if a call of GPU kernels has such a bias. Always false for CPU kernels, because they support the same problems
-  // with and without biases.
+  // True if the call has this bias and uses GPU kernels. Always false for CPU kernels, because they support the same
+  // problems with and without biases.
   bool has_relative_bias;
   bool has_key_bias;
   Scale scale;
