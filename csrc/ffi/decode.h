@@ -61,8 +61,8 @@ xffi::Error decode_queries(const xffi::Dictionary& dictionary, const Problem& pr
 /// Args:
 ///   operands: the arrays; their contents are not read.
 ///   attributes: decoded attributes.
-///   origins: six numbers in host memory, the query origin first. Null if the host cannot read them: the problem's
-///     origins are then zero, and not checked.
+///   origins: six numbers in host memory, the query origin first. Null if the host cannot read them. The problem's
+///     origins are then zero, and are not checked.
 ///   call: the result; its pointers refer to the operands.
 xffi::Error decode_problem(const ProblemOperands& operands, const Attributes& attributes, const std::int32_t* origins,
                            Call& call, Elements elements = Elements::kWide);

@@ -88,8 +88,8 @@ constexpr double kWaitingOfWhole = 5, kEnoughWarps = 16;
 constexpr double kRealItems = .5, kPlansOfEntries = 1.25, kPlanOverhead = 5000;
 
 /// Returns the cost of an additional plan as a multiple of the time of a plan. A group of batch entries needs an
-/// additional plan if a CTA processes only a part of the group's items. Fitted on an H100 to the best numbers of items
-/// per plan for two batches, half of whose tokens are padding.
+/// additional plan if a CTA processes only a part of the group's items. The cost was fitted on an H100 to the fastest
+/// numbers of items per plan for two batches. Half of the tokens of these batches are padding.
 constexpr double another_plan(Kernel kernel) {
   return kernel == Kernel::kForward ? 5 : 3;
 }

@@ -1,6 +1,6 @@
 // Recomputes tiles from global memory, if the results that were computed with the ring (ring_shape.h) may be
-// inaccurate. Few tiles need it. The warp of a tile recomputes it while the other warps continue with the ring. In the
-// forward pass, softmax weights are recomputed relative to the largest logit of each row.
+// inaccurate. Few tiles have to be recomputed. The warp of a tile recomputes it while the other warps continue with the
+// ring. In the forward pass, softmax weights are recomputed relative to the largest logit of each row.
 #pragma once
 
 #include "cuda/small/ring_key_bias.cuh"

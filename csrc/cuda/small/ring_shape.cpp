@@ -51,7 +51,7 @@ constexpr RingCosts costs_of_boxes(Kernel kernel, bool is_wide) {
 /// Costs with slabs that warps copy in chunks. On an H100 that ran code for compute capability 8.0, estimates of 816
 /// launches of 16 problems were off by 3 to 10%, depending on the kernel. The chosen shapes took on average 1.0 to 1.04
 /// times as long as the fastest ones. With the costs of TMA loads times 1.15, the chosen shapes took up to 1.06 times
-/// as long.
+/// as long as the fastest ones.
 constexpr RingCosts costs_of_chunks(Kernel kernel, bool is_wide) {
   switch (kernel) {
     case Kernel::kKeyValueGradient:
@@ -231,8 +231,8 @@ bool complete(const Problem& problem, Kernel kernel, const Device& device, const
       kMostRingSlots);
   // Minimum number of slabs in the ring. If rows are queries, the ring has to hold the slabs of a step, and the slabs
   // that the next step sees in addition. If rows are keys, it has to hold the slabs that a step shares with the next
-  // step, and one more. More queries see the keys at an edge of the layout, so that steps there see more slabs. The
-  // warps of these steps may then wait for slabs that are not in the ring yet.
+  // step, and one more slab. More queries see the keys at an edge of the layout, so that steps there see more slabs.
+  // The warps of these steps may then wait for slabs that are not in the ring yet.
   const std::int64_t least_slots = rows_are_keys ? slabs.held + 1 : slabs.most + divide_up(shape.rows[2], shape.thick);
   if (slots < least_slots || shape.array_bytes % kSwizzle != 0) return false;
   shape.slots = narrow(slots);

@@ -35,14 +35,14 @@ CUTE_DEVICE bool has_queries(const TableParams& p, int tile) {
 }
 
 /// Adds up the records of tiles. A CTA handles some of the tiles of a batch entry and head. A run is a sequence of
-/// consecutive tiles whose records begin at the same offsets; this holds for most tiles of a line. The records of a run
-/// are added up element by element. Then the sums are added to the table's entries, whose positions have to be computed
-/// only once per run.
+/// consecutive tiles whose records begin at the same offsets, as the records of most tiles of a line do. The records of
+/// a run are added up element by element. Then the sums are added to the table's entries, whose positions have to be
+/// computed only once per run.
 __global__ void __launch_bounds__(kTableThreads)
     natten_jax_small_table_gradient(const __grid_constant__ TableParams p) {
   static_assert(kTilesOfSum == 32, "a lane of a warp each, and a bit of a word");
-  // Number of tiles whose records a thread loads at a time, four numbers per tile. The first loads overlap with the
-  // loads of the headers.
+  // Number of tiles from whose records a thread loads at a time. It loads four numbers of each record. The first loads
+  // overlap with the loads of the headers.
   constexpr int kAtOnce = 8;
   constexpr unsigned kAll = 0xffffffff;
   extern __shared__ float4 runs[];
