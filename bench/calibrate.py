@@ -162,7 +162,9 @@ def pass_times(workloads: Sequence[Workload], pass_: Pass, warmup_steps: int, it
     for workload in workloads:
         for _ in range(warmup_steps):
             jax.block_until_ready(workload.run())
-    captured = capture.capture_in_turns([each.launch for each in workloads], iterations, workloads[0].device.platform)
+    captured = capture.capture_interleaved(
+        [each.launch for each in workloads], iterations, workloads[0].device.platform
+    )
     return [
         statistics.median(pass_seconds(events, workload.program, pass_) for events in workload_events)
         for workload, workload_events in zip(workloads, captured, strict=True)

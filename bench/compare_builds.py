@@ -138,9 +138,9 @@ def compare(
     """Run both builds alternately; yield their times and the ratios of these times for each pass."""
     for build in builds:
         build.ask(problem)
-    complaints = [answer for build in builds if (answer := build.answer()) is not None]
-    if complaints:
-        yield {**problem._asdict(), "error": complaints}
+    errors = [answer for build in builds if (answer := build.answer()) is not None]
+    if errors:
+        yield {**problem._asdict(), "error": errors}
         return
     for pass_ in passes:
         times: tuple[list[float], list[float]] = [], []

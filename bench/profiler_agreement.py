@@ -115,7 +115,7 @@ def measure(line: str) -> dict[str, Any]:
         times[name].append((statistics.mean(long) - statistics.mean(short)) / (runs[1] - runs[0]))
 
     for _ in range(ROUNDS):
-        captured = capture.capture_in_turns(launches, ITERATIONS, platform)
+        captured = capture.capture_interleaved(launches, ITERATIONS, platform)
         for name, seconds_of in (("trace", busy_seconds), ("span", span_seconds)):
             add(name, *(map(seconds_of, iterations) for iterations in captured))
         add("wall clock of it", *(each[-ITERATIONS:] for each in while_traced))

@@ -34,7 +34,7 @@ from natten_jax.native import module as native
 from natten_jax.performance import PASSES, Pass
 from natten_jax.plan.devices import default_device
 from natten_jax.profiler import baselines
-from natten_jax.profiler.capture import Launch, capture_in_turns
+from natten_jax.profiler.capture import Launch, capture_interleaved
 
 #: Bytes that are enough to overwrite the L2 cache of every current GPU.
 CACHE_BYTES = 256 << 20
@@ -184,7 +184,7 @@ def figures_of(sides: Mapping[str, Runner | str], turns: int) -> dict[str, Any]:
         return Launch(run, runner.program)
 
     runners = {name: side for name, side in sides.items() if isinstance(side, Runner)}
-    found = capture_in_turns([launch(runner) for runner in runners.values()], turns, default_device().platform)
+    found = capture_interleaved([launch(runner) for runner in runners.values()], turns, default_device().platform)
     figures: dict[str, Any] = {name: side for name, side in sides.items() if isinstance(side, str)}
     for name, iterations in zip(runners, found, strict=True):
         times = [sum(event.duration for event in events) / 1e3 for events in iterations]

@@ -550,10 +550,10 @@ class NeighborhoodAttentionFn:
         query, key, value = map(array_of, (query, key, value))
         rank = query.ndim - 3
         if rank not in (1, 2, 3) or self.rank not in (None, rank):
-            asked = "1, 2 or 3" if self.rank is None else self.rank
+            expected = "1, 2 or 3" if self.rank is None else self.rank
             raise ValueError(
                 f"query has shape {query.shape}, which is [batch, *layout, heads, head_dim] with {rank} token "
-                f"dimension(s), but this attention_fn takes {asked}"
+                f"dimension(s), but this attention_fn takes {expected}"
             )
         attend = self.for_rank(rank)
         if is_causal and attend.window.is_causal != (True,):

@@ -90,17 +90,17 @@ class Halo:
     def seen_slabs(self, axis: Axis) -> tuple[SeenSlab, ...]:
         """Return the slabs of a part's halos: first the slabs before it, then the slabs after it, the nearest first."""
         if self.changes_places and self.before:
-            queries = max(self._seeing(axis, is_front, 0) for is_front in (True, False))
+            queries = max(self._count_queries(axis, is_front, 0) for is_front in (True, False))
             return (SeenSlab(None, queries, self.before, 0),)
         found: list[SeenSlab] = []
         for is_front, halo in ((True, self.before), (False, self.after)):
             distance = 0
             for keys in self.slabs(halo):
-                found.append(SeenSlab(is_front, self._seeing(axis, is_front, distance), keys, distance))
+                found.append(SeenSlab(is_front, self._count_queries(axis, is_front, distance), keys, distance))
                 distance += keys
         return tuple(found)
 
-    def _seeing(self, axis: Axis, is_front: bool, distance: int) -> int:
+    def _count_queries(self, axis: Axis, is_front: bool, distance: int) -> int:
         """Return the number of queries from one end of a part to the farthest query that sees distant halo keys.
 
         Distant keys are all halo keys at this end except the nearest ``distance`` keys. The number is the maximum over

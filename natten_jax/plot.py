@@ -24,7 +24,7 @@ __all__ = ["plot_window", "plot_windows", "window_mask"]
 
 #: The colors suit light and dark pages, because tokens that the query does not see are translucent and the gaps between
 #: cells are transparent.
-_UNSEEN, _SEEN = "#8f9aa63d", "#7fb2d9"
+_MASKED, _ATTENDED = "#8f9aa63d", "#7fb2d9"
 _QUERY, _SHARED = "#e08a2c", "#1f5f99"
 _CELL = 0.94  # side of a cell, relative to the distance between cell centers
 
@@ -219,15 +219,15 @@ def _slices(cells: np.ndarray) -> np.ndarray:
     return with_gaps.swapaxes(0, 1).reshape(cells.shape[1], -1)[:, :-1]
 
 
-def _cells(places: np.ndarray, color: str, *, edge: str = "none") -> Any:
+def _cells(positions: np.ndarray, color: str, *, edge: str = "none") -> Any:
     """Return the cells at ``[(y, x), ...]`` as a single path, because separate paths make image files large."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
     corners = _CELL * np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5)])
     codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
-    vertices = (places[:, None, ::-1] + corners).reshape(-1, 2)
-    return PathPatch(Path(vertices, codes * len(places)), facecolor=color, edgecolor=edge, linewidth=0.8)
+    vertices = (positions[:, None, ::-1] + corners).reshape(-1, 2)
+    return PathPatch(Path(vertices, codes * len(positions)), facecolor=color, edgecolor=edge, linewidth=0.8)
 
 
 def _draw_cells(ax: Axes | None, seen: np.ndarray, is_there: np.ndarray) -> Axes:
@@ -240,8 +240,8 @@ def _draw_cells(ax: Axes | None, seen: np.ndarray, is_there: np.ndarray) -> Axes
         _, ax = plt.subplots(figsize=(max(2.0, 0.25 * width), max(1.0, 0.25 * height) + 0.4), layout="constrained")
     elif not hasattr(ax, "add_patch"):
         raise TypeError(f"ax must be one pair of Matplotlib axes or None, got {shown(ax)}")
-    for color, places in ((_UNSEEN, is_there & ~seen), (_SEEN, seen)):
-        ax.add_patch(_cells(np.argwhere(places), color))
+    for color, positions in ((_MASKED, is_there & ~seen), (_ATTENDED, seen)):
+        ax.add_patch(_cells(np.argwhere(positions), color))
     ax.set_xlim(-0.6, width - 0.4)
     ax.set_ylim(height - 0.4, -0.6)
     ax.set_aspect("equal")
@@ -258,5 +258,5 @@ def _described(axes: Sequence[Axis]) -> str:
         return str(values[0]) if len(set(values)) == 1 else "(" + ", ".join(map(str, values)) + ")"
 
     defaults = WindowArguments()._asdict()
-    facts = {name: [getattr(axis, name) for axis in axes] for name in defaults}
-    return ", ".join(f"{name}={text(values)}" for name, values in facts.items() if set(values) != {defaults[name]})
+    settings = {name: [getattr(axis, name) for axis in axes] for name in defaults}
+    return ", ".join(f"{name}={text(values)}" for name, values in settings.items() if set(values) != {defaults[name]})

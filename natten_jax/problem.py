@@ -130,8 +130,8 @@ class Problem:
     @property
     def windows(self) -> WindowArguments:
         """Window arguments, with a value for each dimension."""
-        facts = (tuple([getattr(axis, name) for axis in self.axes]) for name in WindowArguments._fields)
-        return WindowArguments._make(facts)
+        values = (tuple([getattr(axis, name) for axis in self.axes]) for name in WindowArguments._fields)
+        return WindowArguments._make(values)
 
     @functools.cached_property
     def edges(self) -> tuple[Edge, ...]:

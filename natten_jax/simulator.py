@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 #: Largest stride that is tried. Only the placement ``"aligned"``, which no backend uses, can reach this limit.
-_MOST_STRIDES = 1 << 16
+_MAX_STRIDES = 1 << 16
 
 #: Dilations that are tried in a dimension: all up to 24, the next 8 divisors of the extent, the largest divisor up to
 #: 65536, and the dilation of the problem. Dilations with which the window exceeds the extent are not tried.
@@ -95,7 +95,7 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
     strides = []
     for axis, q_tile, kv_tile in zip(problem.axes, *checked_pair(pair, problem.rank), strict=True):
         largest = _largest_stride_to_try(axis, q_tile, kv_tile, placement)
-        if largest > _MOST_STRIDES:
+        if largest > _MAX_STRIDES:
             raise ValueError(f"{largest} strides are too many to try for a window of {axis.kernel_size} tokens")
         for stride in range(1, largest + 1):
             inner, full = _inner_tiles(dataclasses.replace(axis, stride=stride), q_tile, kv_tile, placement)

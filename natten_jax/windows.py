@@ -145,12 +145,12 @@ def _first_led_from(window: Window, index: Index, length: Index, xp: ModuleType)
     if isinstance(stride, int) and stride == 1:
         return index if wraps else xp.minimum(xp.maximum(index, 0), length)
     offset = stride - stride // 2 - 1  # a leader is `stride // 2` after the first query of its group
-    round_ = index // length * length if wraps else 0  # stride groups start over every `length` indices
-    place = index - round_ if wraps else xp.maximum(index, 0)
+    period_start = index // length * length if wraps else 0  # stride groups start over every `length` indices
+    local_index = index - period_start if wraps else xp.maximum(index, 0)
     # The leader of the last group can be before the last token. So it is possible that no leader is at or after
-    # `place`. In this case `first` is `length`.
-    first = xp.where(place < length, xp.minimum(_rounded_down(place + offset, stride), length), length)
-    return round_ + first
+    # `local_index`. In this case `first` is `length`.
+    first = xp.where(local_index < length, xp.minimum(_rounded_down(local_index + offset, stride), length), length)
+    return period_start + first
 
 
 def _rounded_down(index: Index, step: int) -> Index:
@@ -389,8 +389,8 @@ class WindowArguments(NamedTuple):
 
 def _with_decisive_edges(axis: Axis) -> Axis:
     """Replace ``edges`` by ``"shift"`` if all modes give the same windows."""
-    makes_none = axis.edges != "shift" and (axis.kernel_size == 1 or axis.is_causal)
-    return dataclasses.replace(axis, edges="shift") if makes_none else axis
+    has_no_effect = axis.edges != "shift" and (axis.kernel_size == 1 or axis.is_causal)
+    return dataclasses.replace(axis, edges="shift") if has_no_effect else axis
 
 
 def describe_axes(axes: Sequence[Axis]) -> Iterator[str]:

@@ -20,12 +20,12 @@ def halos_first() -> Iterator[None]:
     """Enter a context in which programs are compiled without overlap: all halos arrive before any computation."""
     decide = halos.gains
     halos.gains = lambda *_: False
-    halos.overlap_that_pays.cache_clear()
+    halos.profitable_overlap.cache_clear()
     try:
         yield
     finally:
         halos.gains = decide
-        halos.overlap_that_pays.cache_clear()
+        halos.profitable_overlap.cache_clear()
 
 
 def exchange_milliseconds(devices: Devices, program: Program) -> dict[str, float]:

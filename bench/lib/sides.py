@@ -15,7 +15,7 @@ from lib.timing import LAUNCHES, compile_backward, compile_runner
 from natten_jax.performance import Pass
 
 #: After this many seconds of measurement, no further call starts.
-_SLOW = 0.5
+_MAX_SECONDS = 0.5
 
 Arrays = list[np.ndarray[Any, Any]]
 
@@ -59,7 +59,7 @@ def jax_side(
 def wall_times(run: Callable[[], Any]) -> list[float]:
     """Return the wall times of a few synchronous calls, in seconds; slow functions are called fewer times."""
     times: list[float] = []
-    while len(times) < LAUNCHES and sum(times) < _SLOW:
+    while len(times) < LAUNCHES and sum(times) < _MAX_SECONDS:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)

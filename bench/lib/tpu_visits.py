@@ -82,7 +82,7 @@ def key_programs(call: Call) -> dict[str, Any]:
     """
     full = masked = 0
     boxes = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
-    tiles = [np.asarray(visits.seeing) for visits in call.visits]
+    tiles = [np.asarray(visits.visitors) for visits in call.visits]
     for group in itertools.product(*(range(visits.groups) for visits in call.visits)):
         # Count pairs of a key tile and a query tile. ``meeting`` counts the pairs with at least one visible pair of
         # tokens, and ``whole`` the pairs in which all pairs of tokens are visible. Both are products over dimensions.

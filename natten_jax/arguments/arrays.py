@@ -20,7 +20,7 @@ Origin = Ints
 Counts = jax.Array | np.ndarray[Any, Any]
 
 
-def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Array | None:
+def checked_origin(query_origin: Any, batch: int, max_origin: Sequence[int]) -> jax.Array | None:
     """Check the offset of the queries in the layout of the keys; return int32 ``[rank]`` or ``[batch, rank]``.
 
     Concrete values are checked. Traced values are clamped into range, as :func:`jax.lax.dynamic_slice` does.
@@ -28,7 +28,7 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
     Args:
         query_origin: The argument.
         batch: Batch size.
-        room: Largest valid offset in each dimension: the extent of the keys minus the extent of the queries.
+        max_origin: Largest valid offset in each dimension: the extent of the keys minus the extent of the queries.
 
     Raises:
         ValueError: The queries do not lie inside the layout of the keys, or the argument has a wrong shape.
@@ -36,12 +36,12 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
     """
     if query_origin is None:
         return None
-    rank = len(room)
+    rank = len(max_origin)
     given = array_of(query_origin)
     if not isinstance(given, jax.Array) and not (isinstance(given, np.ndarray) and given.ndim == 2):
         if isinstance(given, Sequence) and any(isinstance(each, jax.core.Tracer) for each in given):
             raise TypeError(f"query_origin must be one array if it is traced, got {shown(query_origin)}: use jnp.stack")
-        given = np.array(int_tuple("query_origin", given, rank, repeat=rank == 1, least=0))
+        given = np.array(int_tuple("query_origin", given, rank, repeat=rank == 1, minimum=0))
     elif rank == 1 and given.ndim == 0:
         given = given.reshape(1)
     _check_integers("query_origin", given)
@@ -52,8 +52,8 @@ def checked_origin(query_origin: Any, batch: int, room: Sequence[int]) -> jax.Ar
         )
     return _in_range(
         given,
-        room,
-        f"query_origin must lie between 0 and {tuple(room)}, so that the box of queries lies inside of the token "
+        max_origin,
+        f"query_origin must lie between 0 and {tuple(max_origin)}, so that the box of queries lies inside of the token "
         "layout of the keys",
     )
 
@@ -88,12 +88,12 @@ def checked_counts(name: str, counts: Any, batch: int, layout: Sequence[int], *,
     return _in_range(given.reshape(batch, len(layout)), layout, rule)
 
 
-def _in_range(given: jax.Array | np.ndarray[Any, Any], most: Sequence[int], rule: str) -> jax.Array:
-    """Convert integers ``[..., rank]`` to int32 in [0, ``most``]: check concrete values, and clip traced values."""
+def _in_range(given: jax.Array | np.ndarray[Any, Any], limits: Sequence[int], rule: str) -> jax.Array:
+    """Convert integers ``[..., rank]`` to int32 in [0, ``limits``]: check concrete values, and clip traced values."""
     known = _known_values(given)
     if known is None:
-        return jnp.clip(given, 0, jnp.broadcast_to(jnp.asarray(most, given.dtype), given.shape)).astype(jnp.int32)
-    if ((known < 0) | (known > np.array(most))).any():
+        return jnp.clip(given, 0, jnp.broadcast_to(jnp.asarray(limits, given.dtype), given.shape)).astype(jnp.int32)
+    if ((known < 0) | (known > np.array(limits))).any():
         raise ValueError(f"{rule}, got {shown(known.tolist())}")
     return jnp.asarray(given, jnp.int32)
 

@@ -73,11 +73,11 @@ def reject_unknown_kwargs(
         positional = (each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
         by_position = [each for each in positional if each not in ("parent", "name")]  # flax.linen's arguments
         by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-        most = math.inf if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(by_position)
+        max_positional = math.inf if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(by_position)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > most:
+            if len(args) > max_positional:
                 names = ", ".join(each for each in by_position if each != "self")
                 given = ", ".join(map("{}={}".format, by_name, map(shown, args[len(by_position) :])))
                 message = f"{_label(function, args)}() takes {names} by position, and all other arguments by name"
@@ -112,12 +112,12 @@ def check_types(function: Function) -> Function:
 
     def checked(name: str, value: Any) -> Any:
         hint = hints().get(name)
-        kind, *others = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if others and (value is None or others != [NoneType]):
+        kind, *alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if alternatives and (value is None or alternatives != [NoneType]):
             return value
         origin = get_origin(kind) or kind
         if origin is int:
-            return int_tuple(name, value, 1, least=int(parameters[name].default != 0))[0]
+            return int_tuple(name, value, 1, minimum=int(parameters[name].default != 0))[0]
         if origin is Literal and not (isinstance(value, str) and value in get_args(kind)):
             raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {shown(value)}")
         if isinstance(origin, type) and origin not in _UNCHECKED and not isinstance(value, origin):

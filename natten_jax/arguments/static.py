@@ -77,7 +77,7 @@ def int_tuple(
     rank: int,
     *,
     repeat: bool = True,
-    least: int = 1,
+    minimum: int = 1,
     words: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[int, ...]:
     """Convert ``value`` to a tuple of ``rank`` Python ints.
@@ -87,8 +87,8 @@ def int_tuple(
         value: The argument.
         rank: Number of ints.
         repeat: True if a single int is also allowed; it is repeated ``rank`` times.
-        least: Smallest allowed int.
-        words: Allowed ints below ``least``, with their meanings for error messages.
+        minimum: Smallest allowed int.
+        words: Allowed ints below ``minimum``, with their meanings for error messages.
 
     Raises:
         TypeError: ``value`` is traced, or not all its elements are ints.
@@ -102,9 +102,9 @@ def int_tuple(
     else:
         article = "an int or " if repeat else ""
         values = _tuple_of(python_int, name, value, rank, article, "ints", repeat)
-    if min(values, default=least) < least and any(each < least and each not in words for each in values):
-        others = "".join(f", or {number} for {meaning}" for number, meaning in words.items())
-        raise ValueError(f"{name} must be at least {least}{others} in every dimension, got {shown(value)}")
+    if min(values, default=minimum) < minimum and any(each < minimum and each not in words for each in values):
+        special_values = "".join(f", or {number} for {meaning}" for number, meaning in words.items())
+        raise ValueError(f"{name} must be at least {minimum}{special_values} in every dimension, got {shown(value)}")
     if max(values, default=1) > LARGEST_INT:
         raise ValueError(f"{name} must be less than 2**63 in every dimension, got {shown(value)}")
     return values
@@ -143,10 +143,10 @@ def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tupl
         raise TypeError(f"{name} must be {words}, or a sequence of {rank} of them, got {shown(value)}")
     if len(values) != rank:
         raise ValueError(f"{name} must have {rank} value(s), one per token dimension, got {shown(value)}")
-    unknown = next((each for each in values if each not in choices), None)
-    if unknown is not None:
+    invalid = next((each for each in values if each not in choices), None)
+    if invalid is not None:
         raise ValueError(
-            f"{name} must be {words} in every dimension, got {shown(value)}{_suggestion(unknown, choices)}"
+            f"{name} must be {words} in every dimension, got {shown(value)}{_suggestion(invalid, choices)}"
         )
     return tuple(choices[choices.index(each)] for each in values)
 

@@ -25,7 +25,7 @@ def in_accumulator(operand: Any, accumulator: Any) -> jax.Array:
     """Convert a bias or sinks to the accumulator's element type, such that the same keys are hidden.
 
     An operand that already has this type is returned unchanged. In that case, the numbers that hide keys are replaced
-    by ``-inf`` later: by the kernels if ``Capabilities.takes`` contains ``"sinks"``, otherwise by
+    by ``-inf`` later: by the kernels if ``Capabilities.features`` contains ``"sinks"``, otherwise by
     :func:`with_hidden_keys`.
     """
     operand = jnp.asarray(operand)
@@ -132,7 +132,7 @@ _TERMS = 3
 _SMALLEST_SCALE = 2.0**-10
 #: Finite biases and sinks are clipped to these fractions of the magnitude of a hidden key's logit. A logsumexp below
 #: ``-_UNSEEN`` times that magnitude then identifies the queries without sinks whose keys are all hidden.
-_KEY_BIAS_SHARE, _RELATIVE_BIAS_SHARE, _UNSEEN = 0.5, 0.1, 0.75
+_KEY_BIAS_SHARE, _RELATIVE_BIAS_SHARE, _HIDDEN_SHARE = 0.5, 0.1, 0.75
 
 
 class _Numbers(NamedTuple):
@@ -226,7 +226,7 @@ class KeyBiasColumns:
         """Magnitude of the logit of a hidden key."""
         return jnp.abs(self.hidden * self.bias)
 
-    def added(self, operands: Operands) -> Operands:
+    def append(self, operands: Operands) -> Operands:
         """Return operands whose query and key have columns. The caller pads the head dimension for the kernels."""
         inputs, query = operands.inputs, operands.inputs.query
         assert inputs.key_bias is not None
@@ -246,10 +246,10 @@ class KeyBiasColumns:
 
     def result(self, found: Saved) -> Saved:
         """Set the output to 0 and the logsumexp to ``-inf`` for queries without sinks whose keys are all hidden."""
-        is_unseen = found.logsumexp < -_UNSEEN * over_tokens(self.hidden_logit, found.out)[..., 0]
+        has_no_keys = found.logsumexp < -_HIDDEN_SHARE * over_tokens(self.hidden_logit, found.out)[..., 0]
         out, logsumexp, remainder = found
-        out, logsumexp = jnp.where(is_unseen[..., None], 0, out), jnp.where(is_unseen, -jnp.inf, logsumexp)
-        return Saved(out, logsumexp, None if remainder is None else jnp.where(is_unseen, 0, remainder))
+        out, logsumexp = jnp.where(has_no_keys[..., None], 0, out), jnp.where(has_no_keys, -jnp.inf, logsumexp)
+        return Saved(out, logsumexp, None if remainder is None else jnp.where(has_no_keys, 0, remainder))
 
     def saved(self, saved: Saved, operands: Operands) -> Saved:
         """Convert saved results for the backward kernels: replace a logsumexp of ``-inf`` by 0.
@@ -258,10 +258,10 @@ class KeyBiasColumns:
         because kernels recognize padding by it.
         """
         logsumexp, layouts = saved.logsumexp, operands.layouts
-        is_unseen = jnp.isneginf(logsumexp)
+        has_no_keys = jnp.isneginf(logsumexp)
         if layouts is not None:
-            is_unseen &= is_real(layouts, logsumexp.shape[1:-1], for_queries=True)[..., None]
-        return saved._replace(logsumexp=jnp.where(is_unseen, 0, logsumexp))
+            has_no_keys &= is_real(layouts, logsumexp.shape[1:-1], for_queries=True)[..., None]
+        return saved._replace(logsumexp=jnp.where(has_no_keys, 0, logsumexp))
 
     def gradients(self, found: Gradients, operands: Operands) -> Gradients:
         """Convert gradients of the kernels to gradients of the call's inputs.
@@ -310,10 +310,10 @@ class KeyBiasColumns:
         return columns.reshape(*key.shape[:-1], columns_of(self.problem)).astype(key.dtype)
 
 
-def _clipped(added: jax.Array | None, limits: jax.Array) -> jax.Array | None:
+def _clipped(logits: jax.Array | None, limits: jax.Array) -> jax.Array | None:
     """Clip finite numbers of a relative bias or sinks ``[tables, heads, entries]`` to +-``limits`` ``[heads, 1]``."""
-    if added is None:
+    if logits is None:
         return None
-    added = with_hidden_keys(added)
+    logits = with_hidden_keys(logits)
     limits = limits[None]
-    return jnp.where(jnp.isfinite(added), jnp.clip(added, -limits, limits), added)
+    return jnp.where(jnp.isfinite(logits), jnp.clip(logits, -limits, limits), logits)

@@ -37,7 +37,7 @@ def elements_of(words: jax.Array, dtype: DTypeLike) -> jax.Array:
 _Array = TypeVar("_Array")
 
 
-def apart(arrays: _Array) -> _Array:
+def unfused(arrays: _Array) -> _Array:
     """Return the arrays behind a barrier, so that XLA does not fuse slices of these arrays with a custom call.
 
     On GPUs, XLA fuses a custom call with contiguous slices of its operands and results. In JAX 0.11.2 the fusion has
@@ -74,7 +74,7 @@ class QueryBox:
         """Return a copy of the box's slice, moved as 32-bit words; to compute with the slice, use :meth:`cut`."""
         return elements_of(self.cut(words_of(array)), array.dtype)
 
-    def put(self, array: jax.Array, part: jax.Array) -> jax.Array:
+    def update(self, array: jax.Array, part: jax.Array) -> jax.Array:
         """Return the array with the queries of this box replaced.
 
         The method updates a slice, which XLA does in place. ``array.at[...]`` would be a scatter. If all indices are
@@ -83,7 +83,7 @@ class QueryBox:
         """
         if array.shape == part.shape:
             return part
-        return jax.lax.dynamic_update_slice(apart(array), part, self._start(array))
+        return jax.lax.dynamic_update_slice(unfused(array), part, self._start(array))
 
     def _shape(self, array: jax.Array) -> tuple[int, ...]:
         return array.shape[0], *self.extents, *array.shape[1 + len(self.extents) :]

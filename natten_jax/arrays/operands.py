@@ -170,11 +170,11 @@ class Operands(NamedTuple):
         """Return True if the arrays may contain only part of a layout. A query may then see none of the local keys."""
         return self.origins is not None or self.layouts is not None
 
-    def placed(self, origins: jax.Array | None, **arrays: Any) -> Operands:
+    def with_origins(self, origins: jax.Array | None, **arrays: Any) -> Operands:
         """Return the operands with other origins, and with the inputs named in ``arrays`` replaced."""
         return self._replace(inputs=self.inputs._replace(**arrays), origins=origins)
 
-    def with_origins_alone(self) -> Operands:
+    def with_layouts_as_origins(self) -> Operands:
         """Replace the layouts of a single batch entry, which has no padding, by the equivalent origins."""
         if self.layouts is None:
             return self

@@ -11,7 +11,7 @@ from typing import Any
 
 from natten_jax import backends
 from natten_jax.arguments.static import hashable, shown, warn_of_line
-from natten_jax.autotuning.tables import TunedPass, TunedTable, in_force, tuned_problem
+from natten_jax.autotuning.tables import TunedPass, TunedTable, active_table, tuned_problem
 from natten_jax.ops.sub_calls import checked_attention_kwargs
 from natten_jax.performance import ATTENTION_NAMES, PASSES, performance_of, tile_names
 from natten_jax.plan.devices import local_devices
@@ -59,7 +59,7 @@ class Tuned(Mapping[str, Any]):
                 f"{', '.join(here)}: none of them applies"
             )
         stack = contextlib.ExitStack()
-        stack.enter_context(in_force(self.table))
+        stack.enter_context(active_table(self.table))
         self._entered.append(stack)
         return self
 

@@ -48,8 +48,8 @@ class TunedPass:
 
     def to_json(self) -> dict[str, Any]:
         """Return the pass as an object of JSON values, which :meth:`from_json` reads."""
-        facts = {name: getattr(self, name) for name in ("label", "seconds", "default_seconds", "is_default")}
-        return {**facts, "plan": json.loads(self.plan.payload())}
+        fields = {name: getattr(self, name) for name in ("label", "seconds", "default_seconds", "is_default")}
+        return {**fields, "plan": json.loads(self.plan.payload())}
 
     @classmethod
     def from_json(cls, content: Any) -> TunedPass:
@@ -149,7 +149,7 @@ def without_configuration(performance: Performance) -> Performance:
 #: The table that operators use during tracing instead of the package's tables; ``None`` outside of ``with`` blocks. The
 #: table is part of the keys of JAX's caches. A function that was compiled outside of a ``with`` block is therefore
 #: compiled again inside it.
-in_force = jax.make_user_context(None)
+active_table = jax.make_user_context(None)
 
 
 def table_for(*, is_box: bool = False) -> TunedTable | None:
@@ -157,7 +157,7 @@ def table_for(*, is_box: bool = False) -> TunedTable | None:
 
     Calls whose queries are a box inside the key layout (``is_box``) are not measured, so they get an empty table.
     """
-    table: TunedTable | None = TunedTable("") if is_box else in_force.value
+    table: TunedTable | None = TunedTable("") if is_box else active_table.value
     return table
 
 

@@ -87,7 +87,7 @@ class Capabilities:
         edges: Supported values of the window option ``edges``.
         wraps_by_strips: True if some of the kernels do not support windows that wrap (:attr:`Form.wraps`). For these
             kernels, separate calls process the wrapped keys.
-        takes: Names of supported features. The backend rejects problems with ``"relative_bias"``, ``"key_bias"`` or
+        features: Names of supported features. The backend rejects problems with ``"relative_bias"``, ``"key_bias"`` or
             ``"own_extents"`` (layouts with padding) if it does not support this feature. If one of the following
             features is not supported, the caller computes it by other means: ``"own_layouts"`` (batch entries with
             different layouts in one call, see :meth:`Backend.takes_layouts_of`); ``"additional_kv"`` (additional tokens
@@ -125,7 +125,7 @@ class Capabilities:
     carries_plan: bool = True
     edges: Sequence[Edge] = ("shift",)
     wraps_by_strips: bool = False
-    takes: Collection[str] = ("additional_kv",)
+    features: Collection[str] = ("additional_kv",)
     excludes: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     needs_columns: Callable[[Problem], bool] = lambda _: False
     is_plain_jax: bool = False
@@ -155,11 +155,11 @@ class Earlier(NamedTuple):
 
     Attributes:
         saved: Merged results of the earlier passes, for all queries.
-        seeing: Box of the queries that see at least one key of the next pass.
+        query_box: Box of the queries that see at least one key of the next pass.
     """
 
     saved: Saved
-    seeing: QueryBox
+    query_box: QueryBox
 
 
 def heads_rejection(has: Capabilities, problem: Problem) -> str | None:
@@ -210,9 +210,9 @@ class Backend(abc.ABC):
             return f"it supports {', '.join(taken)}, not {problem.dtype}"
         if problem.element.is_float8 and pass_ == "backward":
             return f"{problem.dtype} arrays have no gradients"
-        if problem.own_extents and "own_extents" not in has.takes:
+        if problem.own_extents and "own_extents" not in has.features:
             return "it does not support extents: its kernels use one layout for all batch entries"
-        if lacking := [name for name in problem.biases if name not in has.takes]:
+        if lacking := [name for name in problem.biases if name not in has.features]:
             return f"it does not add {lacking[0]} to logits"
         for pair, reason in has.excludes.items():
             if all(operator.attrgetter(*pair)(problem)):
@@ -239,7 +239,7 @@ class Backend(abc.ABC):
         all entries.
         """
         has, with_layouts = self.capabilities, dataclasses.replace(problem, own_extents=True)
-        if "own_layouts" not in has.takes or (has.wraps_by_strips and "wrap" in problem.edges):
+        if "own_layouts" not in has.features or (has.wraps_by_strips and "wrap" in problem.edges):
             return False
         return not any(all(operator.attrgetter(*pair)(with_layouts)) for pair in has.excludes)
 
@@ -298,7 +298,7 @@ class Backend(abc.ABC):
         Args:
             plan: The plan of the pass.
             operands: The operands, with all queries. If ``earlier`` is given, the operands have origins, and queries
-                outside ``earlier.seeing`` see no key of this pass.
+                outside ``earlier.query_box`` see no key of this pass.
             saves: True to compute the remainder, which a backward pass reads. If False, ``Saved.remainder`` is
                 unspecified.
             earlier: Earlier forward passes, whose results this pass merges with its own. Only for plans with

@@ -38,7 +38,7 @@ class CpuBackend(NativeBackend):
         edges=EDGES,
         targets={"forward": (_FORWARD,), "backward": (_BACKWARD,)},
         used_arguments=("backward_deterministic",),  # every run is deterministic
-        takes=(*ffi.NATIVE_FEATURES, "relative_bias"),
+        features=(*ffi.NATIVE_FEATURES, "relative_bias"),
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:
@@ -63,7 +63,7 @@ class CpuBackend(NativeBackend):
         inputs, more = operands.inputs, _more_operands(plan.problem, operands)
         saved, cotangents = ffi.with_kernel_ranks(plan.problem, saved, cotangents)
         delta_of_queries = delta(saved.out, *cotangents)
-        per_query = saved.logsumexp, ffi.or_nothing(saved.remainder), cotangents.out, delta_of_queries
+        per_query = saved.logsumexp, ffi.or_empty(saved.remainder), cotangents.out, delta_of_queries
         types = [ResultType(array.shape, array.dtype) for array in more[1:]]
         found, (table_gradient, key_bias_gradient) = ffi.call_for_gradients(
             _BACKWARD, plan, operands, (*more, *per_query), types
@@ -77,7 +77,7 @@ class CpuBackend(NativeBackend):
 def _more_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     """Return the layouts and biases, which follow the operands of :func:`natten_jax.backends.ffi.kernel_operands`."""
     table = None if operands.inputs.relative_bias is None else table_of_each_entry(operands.inputs)
-    return [ffi.layouts_operand(operands), ffi.or_nothing(table), ffi.key_bias_operand(problem, operands)]
+    return [ffi.layouts_operand(operands), ffi.or_empty(table), ffi.key_bias_operand(problem, operands)]
 
 
 #: Candidate query tiles and candidate key/value tiles, by rank. ``tile_pairs`` returns all their combinations after the

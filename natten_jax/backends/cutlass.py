@@ -15,7 +15,7 @@ from natten_jax.arrays.biases import with_columns
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved, delta
 from natten_jax.backends import ffi
 from natten_jax.backends.base import Capabilities, Form, Platform, heads_rejection, with_wide_heads
-from natten_jax.backends.ffi import NativeBackend, or_nothing, with_kernel_rank
+from natten_jax.backends.ffi import NativeBackend, or_empty, with_kernel_rank
 from natten_jax.cost_model import small_windows
 from natten_jax.cost_model.calibration import calibration_for
 from natten_jax.cost_model.simulation import rank
@@ -66,7 +66,7 @@ def _call_small_forward(plan: Plan, operands: Operands, types: list[ResultType])
     products = _table_products(problem, operands, *with_kernel_tiles(problem, plan.tiles))
     types = [*types, products, ffi.entry_maps(operands, _ENTRY_MAPS)]
     arrays = [*ffi.kernel_operands(problem, operands), ffi.layouts_operand(operands)]
-    arrays += [or_nothing(inputs.relative_bias), ffi.key_bias_operand(problem, operands), or_nothing(inputs.sinks)]
+    arrays += [or_empty(inputs.relative_bias), ffi.key_bias_operand(problem, operands), or_empty(inputs.sinks)]
     return native.call(_SMALL_FORWARD, types, *arrays, **ffi.attributes(plan))
 
 
@@ -138,7 +138,7 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
     additional_parts = native.additional_parts(count * problem.heads // problem.heads_kv, problem.additional_kv)
     additional_width = problem.head_dim + problem.head_dim_v
     columns, rows = with_kernel_tiles(problem, plan.tiles)
-    tables, sinks = or_nothing(inputs.relative_bias), or_nothing(inputs.sinks)
+    tables, sinks = or_empty(inputs.relative_bias), or_empty(inputs.sinks)
     added = ffi.layouts_operand(operands), tables, ffi.key_bias_operand(problem, operands), sinks
     results = [
         _float32(batch, count, heads, 4),
@@ -152,7 +152,7 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
         _float32(*sinks.shape),
         ffi.entry_maps(operands, 2 * _ENTRY_MAPS),
     ]
-    arrays = *added, *map(or_nothing, query_arrays)
+    arrays = *added, *map(or_empty, query_arrays)
     found, behind = ffi.call_for_gradients(_SMALL_BACKWARD, plan, operands, arrays, results)
     *_, table_gradient, key_bias_gradient, _, sinks_gradient, _ = behind
     return ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)._replace(
@@ -217,7 +217,7 @@ class CutlassBackend(NativeBackend):
         largest_tiles=_largest_tiles,
         edges=EDGES,
         wraps_by_strips=True,
-        takes=(*ffi.NATIVE_FEATURES, "shared_key_bias", "relative_bias"),
+        features=(*ffi.NATIVE_FEATURES, "shared_key_bias", "relative_bias"),
         excludes={
             ("relative_bias", "own_extents"): "its kernels take a relative_bias or extents, not both",
             ("relative_bias", "additional_kv"): "its kernels with a relative_bias do not support additional tokens",
@@ -294,7 +294,7 @@ class CutlassBackend(NativeBackend):
 
     def kernels(self, problem: Problem, pass_: Pass, pair: TilePair) -> str | None:
         """Return the name of the kernels that a pair of tiles selects; ``None`` for the large-window kernels."""
-        return _SMALL_WINDOWS if small_windows.is_chosen(problem, pass_, pair) else None
+        return _SMALL_WINDOWS if small_windows.are_selected(problem, pass_, pair) else None
 
     def form(self, plan: Plan) -> Form:
         """Return the features of a plan's kernels. Only the small-window kernels support windows that wrap."""
@@ -324,7 +324,7 @@ class CutlassBackend(NativeBackend):
         if performance.backward_use_xla_reduction:
             delta_of_queries = delta(out, *cotangents)
         else:  # call a kernel that reads each array once
-            arrays = out, *map(or_nothing, cotangents)
+            arrays = out, *map(or_empty, cotangents)
             (delta_of_queries,) = native.call(_DELTA, [_float32(*out.shape[:-1])], *arrays)
         behind = [ffi.key_bias_gradient_type(problem, operands)]
         if problem.dtype != "float32":
@@ -336,7 +336,7 @@ class CutlassBackend(NativeBackend):
         splits = min(math.prod(performance.backward_kv_splits or (0,)), 2**31 - 1)
         options = {"is_accurate": int(plan.precision not in _TF32_PRECISIONS)}
         options["kv_splits"] = 1 if performance.backward_deterministic else splits
-        arrays = *biases, logsumexp, or_nothing(remainder), cotangents.out, delta_of_queries
+        arrays = *biases, logsumexp, or_empty(remainder), cotangents.out, delta_of_queries
         found, (key_bias_gradient, *_) = ffi.call_for_gradients(_BACKWARD, plan, operands, arrays, behind, **options)
         found = ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)
         return ffi.with_sinks_gradient(found, inputs, logsumexp, delta_of_queries)

@@ -113,7 +113,7 @@ def _map_key_values(change: Callable[[jax.Array], jax.Array], inputs: Inputs) ->
 
 #: Scale attribute of the kernels if the problem's scale is zero, since kernels require a positive scale. In this case
 #: the query is multiplied by zero. The number is so small that no accumulator overflows.
-_SCALE_OF_NOTHING = 2.0**-64
+_SCALE_FOR_ZERO = 2.0**-64
 
 
 class NativeBackend(Backend):
@@ -202,7 +202,7 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     inputs = operands.inputs
     query, key, value = [with_kernel_rank(array, problem.rank) for array in (inputs.query, inputs.key, inputs.value)]
     if inputs.scale is None:
-        query, scales = _times_sign_of_scale(problem, query), or_nothing(None)
+        query, scales = _times_sign_of_scale(problem, query), or_empty(None)
     else:
         head_scales = HeadScales.from_scale(problem, inputs.scale)
         query, scales = head_scales.signed(query), head_scales.operand()
@@ -210,7 +210,7 @@ def kernel_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     if additional_keys is None or additional_values is None:
         additional_keys = jnp.zeros((key.shape[0], 0, *key.shape[-2:]), key.dtype)
         additional_values = jnp.zeros((value.shape[0], 0, *value.shape[-2:]), value.dtype)
-    origins = or_nothing(operands.origins, (0, KERNEL_RANK), jnp.int32)
+    origins = or_empty(operands.origins, (0, KERNEL_RANK), jnp.int32)
     return [query, key, value, additional_keys, additional_values, origins, scales]
 
 
@@ -231,14 +231,14 @@ def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     return [*others, jnp.stack([logit_scales, jnp.broadcast_to(sinks, shape)], axis=-1)]
 
 
-def or_nothing(array: jax.Array | None, shape: Shape = (0,), dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+def or_empty(array: jax.Array | None, shape: Shape = (0,), dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
     """Return an array, or an empty array for ``None``: filling a larger array would launch a kernel."""
     return jnp.zeros(shape, dtype) if array is None else array
 
 
 def layouts_operand(operands: Operands) -> jax.Array:
     """Return the ``layouts`` operand of kernels that support different layouts of batch entries."""
-    return or_nothing(operands.layouts, (0, KERNEL_RANK, KERNEL_RANK), jnp.int32)
+    return or_empty(operands.layouts, (0, KERNEL_RANK, KERNEL_RANK), jnp.int32)
 
 
 def key_bias_operand(problem: Problem, operands: Operands) -> jax.Array:
@@ -246,7 +246,7 @@ def key_bias_operand(problem: Problem, operands: Operands) -> jax.Array:
     per_head, shared = operands.inputs.key_bias, operands.inputs.shared_key_bias
     if per_head is not None:
         return with_kernel_rank(per_head[..., 0], problem.rank)
-    return or_nothing(None) if shared is None else with_kernel_rank(shared[..., None], problem.rank)
+    return or_empty(None) if shared is None else with_kernel_rank(shared[..., None], problem.rank)
 
 
 def key_bias_gradient_type(problem: Problem, operands: Operands) -> ResultType:
@@ -324,7 +324,7 @@ def call_for_gradients(
 
 def scale_of_kernels(problem: Problem) -> float:
     """Return the kernels' scale attribute. Kernels use it unless they have an operand with the scale of each head."""
-    return abs(float(problem.scale)) if np.float32(problem.scale) else _SCALE_OF_NOTHING
+    return abs(float(problem.scale)) if np.float32(problem.scale) else _SCALE_FOR_ZERO
 
 
 def attributes(plan: Plan) -> dict[str, Shape | float]:

@@ -29,7 +29,7 @@ from natten_jax.windows import EDGES
 _Ranked = tuple[tuple[TilePair, float], ...]
 
 
-def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
+def rank_with_seams(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
     """Multiply predicted times by the cost factor of seams, and sort the pairs of tiles by the new times.
 
     A seam is the wrap-around point of a dimension, at which the first token follows the last token.
@@ -41,11 +41,11 @@ def ranked_around(problem: Problem, pass_: Pass, ranked: _Ranked) -> _Ranked:
     """
     if "wrap" not in problem.edges:
         return ranked
-    timed = ((pair, seconds * times_as_long(problem, pass_, pair)) for pair, seconds in ranked)
+    timed = ((pair, seconds * seam_slowdown(problem, pass_, pair)) for pair, seconds in ranked)
     return tuple(sorted(timed, key=operator.itemgetter(1)))
 
 
-def times_as_long(problem: Problem, pass_: Pass, pair: TilePair) -> float:
+def seam_slowdown(problem: Problem, pass_: Pass, pair: TilePair) -> float:
     """Return the predicted time of a pass relative to the same pass without seams (wrap-around points).
 
     Args:
@@ -91,7 +91,7 @@ class HopperBackend(NativeBackend):
         is_by_name_only_for_float8=True,
         edges=EDGES,
         wraps_by_strips=True,
-        takes=(*ffi.NATIVE_FEATURES, "shared_key_bias"),
+        features=(*ffi.NATIVE_FEATURES, "shared_key_bias"),
         excludes={
             ("element.is_float8", "own_extents"): "its kernels take 8-bit elements or extents, not both",
             ("element.is_float8", "key_bias"): "its kernels for 8-bit arrays do not support a key_bias",
@@ -139,18 +139,18 @@ class HopperBackend(NativeBackend):
         """Compute output and logsumexp. If ``earlier`` is given, merge them into the earlier results in place."""
         if earlier is None:
             return super().forward(plan, operands, saves=saves)
-        problem, (saved, seeing) = plan.problem, earlier
+        problem, (saved, box) = plan.problem, earlier
         given = [with_kernel_rank(array, problem.rank) for array in saved if array is not None]
-        arrays = [*ffi.forward_operands(problem, operands), box_start(seeing)]
+        arrays = [*ffi.forward_operands(problem, operands), box_start(box)]
         types = [ResultType(each.shape, each.dtype, len(arrays) + i) for i, each in enumerate(given)]
-        attributes = {"queries": (*(1,) * (KERNEL_RANK - problem.rank), *seeing.extents), **_forward_attributes(plan)}
+        attributes = {"queries": (*(1,) * (KERNEL_RANK - problem.rank), *box.extents), **_forward_attributes(plan)}
         results = native.call(_FORWARD_CONTINUED, [*types, _SCRATCH], *arrays, *given, **attributes)
         return jax.tree.map(lambda old, new: new.reshape(old.shape), saved, Saved(*results[:3]))
 
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         arrays, types = ffi.forward_operands(plan.problem, operands), [*types, _SCRATCH]
         if plan.problem.element.is_float8:
-            arrays.append(ffi.or_nothing(operands.inputs.out_scale))
+            arrays.append(ffi.or_empty(operands.inputs.out_scale))
             return native.call(_FORWARD_FLOAT8, types, *arrays, **_forward_attributes(plan))
         arrays += [ffi.layouts_operand(operands), ffi.key_bias_operand(plan.problem, operands)]
         types.append(ffi.entry_maps(operands, _ENTRY_MAPS))
@@ -169,7 +169,7 @@ class HopperBackend(NativeBackend):
         else:
             # If batch entries have separate layouts, the kernel skips queries that see no key, such as padding.
             types = [ResultType((batch, heads, *out.shape[1:-2], 2), jnp.float32)]
-            arrays = out, cotangents.out, logsumexp, ffi.or_nothing(cotangents.logsumexp), layouts
+            arrays = out, cotangents.out, logsumexp, ffi.or_empty(cotangents.logsumexp), layouts
             (statistics,) = native.call(_STATISTICS, types, *arrays)
         # The scratch memory contains accumulators of the query gradient and a tile counter. The deterministic kernel
         # also has a counter per query tile, which orders the additions to the tile's gradient.
@@ -178,7 +178,7 @@ class HopperBackend(NativeBackend):
             groups_and_tiles = zip(tokens, problem.dilation, plan.tiles[0], strict=True)
             scratch += batch * heads * math.prod(d * -(-extent // (d * tile)) for extent, d, tile in groups_and_tiles)
         key_bias = ffi.key_bias_operand(problem, operands)
-        added = layouts, key_bias, cotangents.out, statistics, ffi.or_nothing(remainder)
+        added = layouts, key_bias, cotangents.out, statistics, ffi.or_empty(remainder)
         types = [ResultType((scratch,), jnp.float32), ffi.key_bias_gradient_type(problem, operands)]
         types.append(ffi.entry_maps(operands, _BACKWARD_ENTRY_MAPS))
         options = {"is_deterministic": int(performance.backward_deterministic)}
@@ -209,4 +209,4 @@ def _forward_attributes(plan: Plan) -> dict[str, Shape | float]:
 def _ranked_pairs(problem: Problem, pass_: Pass) -> _Ranked:
     times = calibration_for(HopperBackend.family)
     pairs = [pair for size in _tile_tokens(problem, pass_) for pair in tile_pairs_of_sizes(*size, problem.rank)]
-    return ranked_around(problem, pass_, tuple(rank(shortened(problem), dict.fromkeys(pairs), pass_, times)))
+    return rank_with_seams(problem, pass_, tuple(rank(shortened(problem), dict.fromkeys(pairs), pass_, times)))

@@ -17,7 +17,7 @@ from natten_jax import backends, source_tree
 from natten_jax.arguments.static import warn_of_line
 from natten_jax.autotuning import tables
 from natten_jax.backends.base import Backend
-from natten_jax.cost_model.halos import retile_for_part
+from natten_jax.cost_model.halos import retile_for_shard
 from natten_jax.native import module as native
 from natten_jax.performance import Pass, Performance, TilePair
 from natten_jax.plan.devices import Device, lowering_targets
@@ -29,7 +29,7 @@ from natten_jax.problem import Problem
 VARIABLE = "NATTEN_JAX_BY_DEFAULT"
 
 
-def asked_for(registered: Iterable[Backend]) -> frozenset[str]:
+def enabled_families(registered: Iterable[Backend]) -> frozenset[str]:
     """Return the families that the environment variable :data:`VARIABLE` lists.
 
     Args:
@@ -55,7 +55,7 @@ def _runs_only_by_name(backend: Backend, problem: Problem) -> bool:
 
 
 #: Values of ``sys.platform`` for which this package's kernels can be compiled.
-_BUILDABLE = ("linux", "darwin")
+_BUILD_PLATFORMS = ("linux", "darwin")
 
 _was_warned = False
 
@@ -76,7 +76,7 @@ def missing_kernels_of(backends: Iterable[Backend], problem: Problem, device: De
         device: The device.
         pass_: The pass.
     """
-    if not device.is_present or sys.platform not in _BUILDABLE:
+    if not device.is_present or sys.platform not in _BUILD_PLATFORMS:
         return None
     for backend in backends:
         if backend.capabilities.is_slow_fallback or _runs_only_by_name(backend, problem):
@@ -266,7 +266,7 @@ def plan_with(backend: Backend, request: Request, device: Device, pass_: Pass) -
     id_ = BackendId(backend.family, problem.operator)
     plan = Plan(problem, pass_, id_, device.platform, performance, request.precision)
     if pair is None and is_split:
-        plan = retile_for_part(plan, request.parts, backend.tile_pairs(tiled, device, pass_))
+        plan = retile_for_shard(plan, request.parts, backend.tile_pairs(tiled, device, pass_))
     return dataclasses.replace(plan, kernels=backend.kernels(problem, pass_, plan.tiles))
 
 
@@ -311,7 +311,7 @@ def _candidates(
             f"backend={requested!r} cannot run the {pass_} pass of {problem.describe()} ({problem.dtype}) on {device}: "
             f"{reason}. Backends that can: {', '.join(able) or 'none'}"
         )
-    wanted = asked_for(registered)
+    wanted = enabled_families(registered)
     candidates: list[Backend] = []
     for backend in _for_device(device, registered):
         if candidates and backend.capabilities.is_slow_fallback and not with_fallback:
@@ -337,9 +337,9 @@ def _unknown_tiles(problem: Problem, pair: TilePair, device: Device, pass_: Pass
     examples = backend.tile_pairs(backend.widened(problem, device, pass_), device, pass_)[:5]
     offered = ", ".join(f"({text(query)}, {text(key_value)})" for query, key_value in examples)
     names = tile_arguments(problem.operator, pass_)
-    asked = ", ".join(f"{name}={text(tile)}" for name, tile in zip(names, pair, strict=True))
+    tiles = ", ".join(f"{name}={text(tile)}" for name, tile in zip(names, pair, strict=True))
     return (
-        f"{BackendId(backend.family, problem.operator)} does not offer {asked} for {problem.describe()}; "
+        f"{BackendId(backend.family, problem.operator)} does not offer {tiles} for {problem.describe()}; "
         f"some that it offers are {offered} (natten_jax.{query_function} lists all)"
     )
 
@@ -382,12 +382,12 @@ def used_arguments_of(backend: Backend) -> frozenset[str]:
     )
 
 
-def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
+def ignored(plan: Plan, performance: Performance) -> dict[str, str]:
     """Return the performance arguments of a call that do not affect a plan, each with the reason.
 
     Args:
         plan: Plan of a pass.
-        asked: The performance arguments of the call. Arguments that have their default value are not returned.
+        performance: The performance arguments of the call. Arguments that have their default value are not returned.
 
     Returns:
         A map from argument name to reason, without the arguments for the other pass. A reason is a clause that begins
@@ -396,7 +396,7 @@ def ignored(plan: Plan, asked: Performance) -> dict[str, str]:
     backend, reasons = backends.by_id(plan.backend), {}
     known, unused = used_arguments_of(backend), backend.form(plan).unused
     for name, choice in CHOICES.items():
-        if choice.pass_ != plan.pass_ or getattr(asked, name) == getattr(_DEFAULTS, name):
+        if choice.pass_ != plan.pass_ or getattr(performance, name) == getattr(_DEFAULTS, name):
             continue
         if name not in known:
             reasons[name] = f"{plan.backend} has {choice.lacking}{_others(name, plan.backend)}"

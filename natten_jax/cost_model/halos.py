@@ -238,7 +238,7 @@ def predict_split(plan: Plan, parts: Sequence[int], calibration: Calibration) ->
         ValueError: A dimension cannot be divided into this number of equal shards, or has more than ``2**20`` tiles.
     """
     halos = tuple(halo.evened() for halo in halos_of(plan.problem, parts))
-    strategy = overlap_that_pays(plan, halos) or _halos_first(plan, halos)
+    strategy = profitable_overlap(plan, halos) or _halos_first(plan, halos)
     return _split_time(plan, halos, strategy, calibration)
 
 
@@ -365,7 +365,7 @@ def _kernel_seconds(
 
 
 @functools.lru_cache(maxsize=1024)
-def overlap_that_pays(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | None:
+def profitable_overlap(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | None:
     """Return the strategy that overlaps computation and halo exchange, if this is predicted to be faster.
 
     Otherwise, return ``None``: it is then faster if a device receives all halos before it computes.
@@ -399,7 +399,7 @@ def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
     return meanwhile is not None and first is not None and meanwhile.seconds < first.seconds
 
 
-def retile_for_part(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair]) -> Plan:
+def retile_for_shard(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair]) -> Plan:
     """Return the plan with the tiles that are predicted to be fastest for a device's shard of the layout and its halos.
 
     These tiles may differ from the fastest tiles for the whole layout. For example, if tiles have eight columns and a

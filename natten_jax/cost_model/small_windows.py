@@ -65,14 +65,14 @@ def largest_biased_head_dim() -> int:
     return int(_LIMITS["largest_biased_head_dim"])
 
 
-def is_chosen(problem: Problem, pass_: Pass, pair: TilePair) -> bool:
+def are_selected(problem: Problem, pass_: Pass, pair: TilePair) -> bool:
     """Return True if a pair of tiles selects the kernels for small windows."""
     return tuple(map(math.prod, pair)) == tile_tokens(problem, pass_)
 
 
 def is_for(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> bool:
     """Return True if a calibration's backend has the kernels for small windows, and a pair of tiles selects them."""
-    return _FORM in calibration.limits and is_chosen(problem, pass_, pair)
+    return _FORM in calibration.limits and are_selected(problem, pass_, pair)
 
 
 class Launch(NamedTuple):
@@ -123,7 +123,7 @@ def estimate(
         or if the columns that a warp's rows see do not fit into shared memory.
     """
     calibration = calibration_for(family)
-    if calibration is None or not is_chosen(problem, pass_, pair):
+    if calibration is None or not are_selected(problem, pass_, pair):
         return None
     native_estimate, ring = _native_estimate(problem, pass_, compute_capability, calibration.multiprocessors)
     found = native_estimate(*with_kernel_tiles(problem, pair))

@@ -99,10 +99,10 @@ def report_problem(options: Options) -> Iterator[str]:
     The report is for the device that the options select. If they select no device, it is for each kind of device that
     this process can use.
     """
-    asked_about = options.asked_about
-    if asked_about is None and (reason := _no_device()):
+    assumed_device = options.assumed_device
+    if assumed_device is None and (reason := _no_device()):
         yield f"{reason}. The answers are for the host; use --compute-capability X.Y for an NVIDIA GPU"
-    for device in local_devices() if asked_about is None else [asked_about]:
+    for device in local_devices() if assumed_device is None else [assumed_device]:
         for call in options.sub_calls:
             problem = call.request.problem
             yield f"{problem.describe()}, {problem.dtype}, on {device}"

@@ -132,7 +132,7 @@ def fuses_additional_kv(request: Request) -> bool:
     if request.problem.own_extents:  # in kernels, every query sees these tokens, but padding queries must see no key
         return False
     plans = (call.plan("forward") for call in device_calls(request))
-    return all("additional_kv" in backends.by_id(plan.backend).capabilities.takes for plan in plans)
+    return all("additional_kv" in backends.by_id(plan.backend).capabilities.features for plan in plans)
 
 
 def _output_types(request: Request, operands: Any) -> Output:
@@ -159,7 +159,7 @@ def _saved_with_strips(backend: Backend, plan: Plan, operands: Operands) -> Save
     without_strips, own = strips.without_strips(plan, operands)
     saved = backend.forward(without_strips, own, saves=True)
     for strip in strips.strips_of(plan, operands):
-        saved = _continued(backend, *strip.placed(plan, operands), Earlier(saved, strip.seeing))
+        saved = _continued(backend, *strip.strip_pass(plan, operands), Earlier(saved, strip.query_box))
     return saved
 
 
@@ -175,14 +175,14 @@ def _gradients_with_strips(
     """Add up the gradients of a pass without wrapped keys and of one pass per strip of wrapped keys."""
     found = backend.backward(*strips.without_strips(plan, operands), saved, cotangents)
     for strip in strips.strips_of(plan, operands):
-        part_plan, part = strip.placed(plan, operands)
-        box = strip.seeing
+        part_plan, part = strip.strip_pass(plan, operands)
+        box = strip.query_box
         assert part.origins is not None
         query, part_saved, part_cotangents = jax.tree.map(box.cut, (part.inputs.query, saved, cotangents))
-        part = part.placed(with_start_of(box, part.origins), query=query)
+        part = part.with_origins(with_start_of(box, part.origins), query=query)
         more = backend.backward(part_plan, part, part_saved, part_cotangents)
-        found = strip.with_added(found, more)._replace(
-            query=box.put(found.query, box.cut(found.query) + more.query),
+        found = strip.add_gradients(found, more)._replace(
+            query=box.update(found.query, box.cut(found.query) + more.query),
             scale=None if found.scale is None or more.scale is None else found.scale + more.scale,
         )
     return found
@@ -201,12 +201,12 @@ def _compute_forward(saves: bool, plan: Plan, call: DeviceCall, operands: Operan
     return kernels.result(saved if saves else saved._replace(remainder=None))
 
 
-def _compute_continued(plan: Plan, call: DeviceCall, operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+def _compute_continued(plan: Plan, call: DeviceCall, operands: Operands, saved: Saved, query_box: QueryBox) -> Saved:
     kernels = KernelOperands.for_plan(plan, call.request.problem, operands)
     operands, saved = kernels.operands, saved._replace(out=kernels.padded_output(saved.out))
     if _needs_strips(plan, kernels.operands):
-        plan, operands = strips.on_line(plan, operands)
-    return kernels.result(_continued(kernels.backend, plan, operands, Earlier(saved, seeing)))
+        plan, operands = strips.unwrapped(plan, operands)
+    return kernels.result(_continued(kernels.backend, plan, operands, Earlier(saved, query_box)))
 
 
 def _compute_gradients(
@@ -234,7 +234,7 @@ def _exchange(
 ) -> Any:
     """Exchange halos and then run a pass, or overlap the exchange with the pass if that is predicted to be faster."""
     run_spec = functools.partial(run_part, spec)
-    if overlap.computes_meanwhile(plan, request, halos, has_sinks=operands.inputs.sinks is not None):
+    if overlap.overlaps_exchange(plan, request, halos, has_sinks=operands.inputs.sinks is not None):
         if spec is BACKWARD:
             return overlap.backward(run_spec, request, halos, operands, *others)
         saving, continued = functools.partial(run_part, SAVING), functools.partial(run_part, CONTINUED)
@@ -338,7 +338,7 @@ def _overlapping_plans(request: Request) -> _Plans | None:
     made for the first kind of device that can. Results do not depend on the decision.
 
     The operands never contain sinks here. If tokens are split over devices, sinks are added to the output later
-    (:func:`natten_jax.ops.canonicalize.in_passes`).
+    (:func:`natten_jax.ops.canonicalize.defer_sinks`).
     """
     part = _with_axes_as_parts(request)
     for call in device_calls(part):
@@ -349,7 +349,7 @@ def _overlapping_plans(request: Request) -> _Plans | None:
         if any(backends.by_id(plan.backend).capabilities.is_plain_jax for plan in plans):
             return None  # JAX differentiates a plain JAX pass together with its halo exchange
         halos = Exchange.for_problem(request.problem, lines_of(request.token_axes))
-        return plans if any(overlap.computes_meanwhile(plan, part, halos) for plan in plans) else None
+        return plans if any(overlap.overlaps_exchange(plan, part, halos) for plan in plans) else None
     return None
 
 

@@ -104,16 +104,16 @@ class KernelOperands(NamedTuple):
             )
         prepared = operands
         has_shared = operands.inputs.shared_key_bias is not None
-        if has_shared and (columns is not None or "shared_key_bias" not in has.takes):
+        if has_shared and (columns is not None or "shared_key_bias" not in has.features):
             prepared = operands._replace(inputs=biases.per_head_key_bias(operands.inputs))
         sinks = None
-        if "sinks" not in has.takes:
+        if "sinks" not in has.features:
             inputs = biases.with_hidden_keys_of_inputs(prepared.inputs)
             sinks, prepared = inputs.sinks, prepared._replace(inputs=inputs._replace(sinks=None))
         is_known = prepared.layouts is None or planned.own_extents or backend.takes_layouts_of(planned)
-        kernel_operands = converted(planned, prepared if is_known else prepared.with_origins_alone())
+        kernel_operands = converted(planned, prepared if is_known else prepared.with_layouts_as_origins())
         if columns is not None:
-            kernel_operands = columns.added(kernel_operands)
+            kernel_operands = columns.append(kernel_operands)
         kernel_operands = kernel_operands._replace(inputs=with_heads_of(planned, kernel_operands.inputs))
         return cls(backend, operands, prepared, kernel_operands, problem, planned, columns, sinks)
 

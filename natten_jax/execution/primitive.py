@@ -34,7 +34,7 @@ from natten_jax.plan import plan as plan_marks
 from natten_jax.plan.devices import PLATFORMS, lowering_target
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.sharding import _jax_internals, auto
-from natten_jax.sharding.explicit import map_in_turn
+from natten_jax.sharding.explicit import map_sequentially
 from natten_jax.sharding.halos.exchange import DeviceLine, Exchange
 
 _Array = Any
@@ -485,7 +485,7 @@ def _map(
     roles = computation.roles
     if any(role is Role.WHOLE and axis is not None for role, axis in zip(roles, axes, strict=True)):
         every = [in_front(array, axis) for array, axis in zip(arguments, axes, strict=True)]
-        results = map_in_turn(lambda each: bind(computation, request, each, mapped), every)
+        results = map_sequentially(lambda each: bind(computation, request, each, mapped), every)
     else:
         arrays = [
             array if role is Role.WHOLE else in_front(array, axis)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax import backends
-from natten_jax.arrays.boxes import QueryBox, apart
+from natten_jax.arrays.boxes import QueryBox, unfused
 from natten_jax.arrays.operands import Gradients, Operands, Saved, key_arrays
 from natten_jax.arrays.remainders import base2, pack_remainder, unpack_remainder
 from natten_jax.native.module import KERNEL_RANK, box_start
@@ -54,21 +54,21 @@ def merged(one: Saved, other: Saved) -> Saved:
     return Saved(out.astype(one.out.dtype), logsumexp, remainder)
 
 
-def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, saved: Saved, seeing: QueryBox) -> Saved:
+def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, saved: Saved, box: QueryBox) -> Saved:
     """Continue a forward pass with further keys: run a pass over these keys, and merge its results.
 
     Args:
         forward_saving: Function that runs a forward pass.
-        operands: All queries, and the further keys, which only the queries in ``seeing`` see. ``origins`` is not
+        operands: All queries, and the further keys, which only the queries in ``box`` see. ``origins`` is not
             ``None``.
         saved: Saved results of earlier passes, for all queries.
-        seeing: Box of the queries that see the further keys.
+        box: Box of the queries that see the further keys.
     """
     assert operands.origins is not None
-    query = seeing.copied(operands.inputs.query)
-    found = forward_saving(operands.placed(with_start_of(seeing, operands.origins), query=query))
-    both = merged(jax.tree.map(seeing.cut, saved), found)
-    result: Saved = jax.tree.map(seeing.put, saved, both)
+    query = box.copied(operands.inputs.query)
+    found = forward_saving(operands.with_origins(with_start_of(box, operands.origins), query=query))
+    both = merged(jax.tree.map(box.cut, saved), found)
+    result: Saved = jax.tree.map(box.update, saved, both)
     return result
 
 
@@ -99,28 +99,28 @@ def without_strips(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     """Return plan and operands of the first pass, in which windows lack the keys of the strips.
 
     Windows are cut at the ends of the dimensions that have strips. Other wrapped dimensions are split over devices, and
-    their wrapped keys are in the device's halos. These dimensions are extended (:func:`on_line`).
+    their wrapped keys are in the device's halos. These dimensions are extended (:func:`unwrapped`).
     """
     pairs = zip(plan.problem.edges, _are_whole(plan, operands), strict=True)
     edges = ["cut" if is_whole else edge for edge, is_whole in pairs]
     plan = dataclasses.replace(plan, problem=plan.problem.with_axes(edges=edges))
-    return on_line(plan, operands) if "wrap" in plan.problem.edges else (plan, operands)
+    return unwrapped(plan, operands) if "wrap" in plan.problem.edges else (plan, operands)
 
 
-def on_line(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
+def unwrapped(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
     """Replace wrapped dimensions with longer dimensions and ``edges="shift"``, without changing any window.
 
     A longer dimension has unused positions before and after the layout. No window reaches the ends of the longer
     dimension, so no window is shifted.
     """
     axes = plan.problem.axes
-    room = [_room(axis) if axis.edges == "wrap" else 0 for axis in axes]
+    margins = [_margin(axis) if axis.edges == "wrap" else 0 for axis in axes]
     longer: dict[str, list[Any]] = {
-        name: [getattr(axis, name) + 2 * more for axis, more in zip(axes, room, strict=True)]
+        name: [getattr(axis, name) + 2 * margin for axis, margin in zip(axes, margins, strict=True)]
         for name in ("query_extent", "kv_extent")
     }
     longer["edges"] = ["shift" if axis.edges == "wrap" else axis.edges for axis in axes]
-    shift = np.array([[0] * (KERNEL_RANK - len(room)) + room], np.int32)
+    shift = np.array([[0] * (KERNEL_RANK - len(margins)) + margins], np.int32)
     origins = jnp.zeros((2, KERNEL_RANK), jnp.int32) if operands.origins is None else operands.origins
     plan = dataclasses.replace(plan, problem=plan.problem.with_axes(**longer))
     return plan, operands._replace(origins=origins + shift)
@@ -174,25 +174,25 @@ class Strip:
         are_whole: One flag per dimension. True if the dimension wraps and the arrays contain all keys along it.
         dimension: Index of the dimension. The strip lies beyond one end of this dimension.
         side: The keys beyond this end, and the queries that see these keys.
-        seeing: Box of the queries that see the strip.
+        query_box: Box of the queries that see the strip.
     """
 
     axes: tuple[Axis, ...]
     are_whole: tuple[bool, ...]
     dimension: int
     side: Side
-    seeing: QueryBox
+    query_box: QueryBox
 
-    def taken(self, array: jax.Array) -> jax.Array:
+    def gather(self, array: jax.Array) -> jax.Array:
         """Return the keys or values of the strip, with corners, from an array of all keys or values."""
         return self._padded(self._cut(array))
 
-    def added(self, total: jax.Array, gradient: jax.Array) -> jax.Array:
-        """Add the gradient of the strip to the gradient of all keys or values: the transpose of :meth:`taken`."""
+    def scatter_add(self, total: jax.Array, gradient: jax.Array) -> jax.Array:
+        """Add the gradient of the strip to the gradient of all keys or values: the transpose of :meth:`gather`."""
         own = self._cut(total)
         (more,) = jax.linear_transpose(self._padded, own)(gradient)
         axis = _FIRST_TOKEN_AXIS + self.dimension
-        return jax.lax.dynamic_update_slice_in_dim(apart(total), own + more, self.side.first, axis)
+        return jax.lax.dynamic_update_slice_in_dim(unfused(total), own + more, self.side.first, axis)
 
     def _cut(self, array: jax.Array) -> jax.Array:
         """Return the strip without corners: a slice of an array of all keys or values."""
@@ -206,7 +206,7 @@ class Strip:
             widths[_FIRST_TOKEN_AXIS + i] = _padding(self.axes[i])
         return jnp.pad(array, widths, mode="wrap")
 
-    def placed(self, plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
+    def strip_pass(self, plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
         """Return plan and operands of a pass over the strip, for all queries.
 
         Additional tokens and sinks are removed, because the first pass includes them.
@@ -217,16 +217,16 @@ class Strip:
             origin[i] = -_padding(self.axes[i])[0]
         shift = np.array([[0] * KERNEL_RANK, [0] * (KERNEL_RANK - len(origin)) + origin], np.int32)
         plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, additional_kv=0))
-        plan, operands = on_line(plan, operands)
+        plan, operands = unwrapped(plan, operands)
         assert operands.origins is not None
-        taken = {name: self.taken(array) for name, array in key_arrays(operands.inputs).items()}
+        arrays = {name: self.gather(array) for name, array in key_arrays(operands.inputs).items()}
         others = dict.fromkeys(("additional_keys", "additional_values", "sinks"))
-        return plan, operands.placed(operands.origins + shift, **taken, **others)
+        return plan, operands.with_origins(operands.origins + shift, **arrays, **others)
 
-    def with_added(self, total: Gradients, gradients: Gradients) -> Gradients:
+    def add_gradients(self, total: Gradients, gradients: Gradients) -> Gradients:
         """Add the gradients of the strip's keys, values and key biases to the gradients of the whole arrays."""
         own = key_arrays(gradients)
-        return total._replace(**{name: self.added(array, own[name]) for name, array in key_arrays(total).items()})
+        return total._replace(**{name: self.scatter_add(array, own[name]) for name, array in key_arrays(total).items()})
 
     def _before(self) -> list[int]:
         return [i for i in range(self.dimension) if self.are_whole[i] and sides_of(self.axes[i])]
@@ -257,7 +257,7 @@ def _are_whole(plan: Plan, operands: Operands) -> tuple[bool, ...]:
     return tuple(axis.edges == "wrap" and extent == axis.kv_extent for extent, axis in pairs)
 
 
-def _room(axis: Axis) -> int:
+def _margin(axis: Axis) -> int:
     """Return the number of tokens to add at each end of a wrapped dimension.
 
     With these tokens, all windows fit inside the dimension. The number is a multiple of ``stride * dilation``, so that

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from natten_jax import source_tree
-from natten_jax.arrays.boxes import QueryBox, apart
+from natten_jax.arrays.boxes import QueryBox, unfused
 from natten_jax.arrays.operands import types_like, varying_like
 from natten_jax.performance import TilePair
 from natten_jax.plan import plan
@@ -131,7 +131,7 @@ def call(
     # Only the main call of a pass has attributes. The metadata of this call contains the plan.
     with plan.carrying_plan() if attributes else contextlib.nullcontext():
         native_call = jax.ffi.ffi_call(target, types, input_output_aliases=in_place)
-        return list(apart(native_call(*apart(arrays), **values)) if in_place else native_call(*arrays, **values))
+        return list(unfused(native_call(*unfused(arrays), **values)) if in_place else native_call(*arrays, **values))
 
 
 def _attribute(value: Sequence[int] | int | float) -> Any:
@@ -164,7 +164,7 @@ def _all_limits(module: Any) -> Mapping[str, Any]:
 
 
 def estimate_of_small_windows(
-    axes: Sequence[int], sizes: Sequence[int], q_tile: Sequence[int], kv_tile: Sequence[int], **facts: bool | int
+    axes: Sequence[int], sizes: Sequence[int], q_tile: Sequence[int], kv_tile: Sequence[int], **options: bool | int
 ) -> Mapping[str, Any] | None:
     """Estimate the launches and the time of a pass with the kernels for small windows.
 
@@ -193,11 +193,11 @@ def estimate_of_small_windows(
         - ``"pairs"``: with a ring buffer, number of query-key pairs that are multiplied per batch entry and head;
           otherwise 0.
     """
-    return None if _module is None else _module.estimate_of_small_windows(axes, sizes, q_tile, kv_tile, **facts)
+    return None if _module is None else _module.estimate_of_small_windows(axes, sizes, q_tile, kv_tile, **options)
 
 
 def gradient_ring_of_small_windows(
-    axes: Sequence[int], sizes: Sequence[int], **facts: bool | int
+    axes: Sequence[int], sizes: Sequence[int], **options: bool | int
 ) -> Mapping[str, Any] | None:
     """Estimate a launch that computes key and value gradients with a ring buffer of queries.
 
@@ -213,7 +213,7 @@ def gradient_ring_of_small_windows(
         A mapping like those in ``"launches"`` of :func:`estimate_of_small_windows`. ``None`` if the kernel does not
         support the problem.
     """
-    return None if _module is None else _module.gradient_ring_of_small_windows(axes, sizes, **facts)
+    return None if _module is None else _module.gradient_ring_of_small_windows(axes, sizes, **options)
 
 
 def seam_factor(axes: Sequence[int], inner: Sequence[int], outer: Sequence[int]) -> float:

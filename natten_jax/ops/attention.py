@@ -16,7 +16,7 @@ from natten_jax.performance import ATTENTION_NAMES, AttentionPerformanceArgument
 from natten_jax.windows import WindowArguments
 
 #: Output and logsumexp.
-Pair = tuple[jax.Array, jax.Array]
+OutputAndLogsumexp = tuple[jax.Array, jax.Array]
 
 
 class AttentionOptions(OperatorOptions, AttentionPerformanceArguments, total=False):
@@ -47,7 +47,7 @@ def attention(
     *,
     return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
-) -> Pair: ...
+) -> OutputAndLogsumexp: ...
 @overload
 def attention(
     query: ArrayLike,
@@ -57,7 +57,7 @@ def attention(
     *,
     return_lse: bool,
     **options: Unpack[AttentionOptions],
-) -> jax.Array | Pair: ...
+) -> jax.Array | OutputAndLogsumexp: ...
 @reject_unknown_kwargs(ATTENTION_NAMES)
 def attention(
     query: ArrayLike,
@@ -79,7 +79,7 @@ def attention(
     out_dtype: DTypeLike | None = None,
     fp8: str | None = None,
     **performance: Unpack[AttentionPerformanceArguments],
-) -> jax.Array | Pair:
+) -> jax.Array | OutputAndLogsumexp:
     """Dense attention over a sequence, without windows.
 
     Example:

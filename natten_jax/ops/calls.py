@@ -91,16 +91,16 @@ def _ignored(request: Request, device: Device, registered: tuple[Backend, ...]) 
             plans = [DeviceCall(request, each).plan(pass_) for pass_ in PASSES]
         except ValueError:
             continue
-        asked = request.performance
-        reasons = {name: why for plan in plans for name, why in ignored(plan, asked).items()}
+        given = request.performance
+        reasons = {name: why for plan in plans for name, why in ignored(plan, given).items()}
         return tuple(
-            (name, f"{name}={_value(asked, name)} has no effect on {each}: {why}") for name, why in reasons.items()
+            (name, f"{name}={_value(given, name)} has no effect on {each}: {why}") for name, why in reasons.items()
         )
     return ()  # no target can run the request, and the call raises an error later
 
 
-def _value(asked: Performance, name: str) -> str:
-    value = getattr(asked, name)
+def _value(given: Performance, name: str) -> str:
+    value = getattr(given, name)
     return shown(value[0] if isinstance(value, tuple) and len(value) == 1 else value)
 
 
@@ -155,32 +155,32 @@ def run_operator(
     clamp_window, scale = flag("clamp_window", box.clamp_window), scale_number if scale_array is None else 1.0
     parts, options = exchange.parts_of(axes) if axes else None, [*execution.performance.items()]
     problem, performance = _describe_call(operator, rank, types, window, clamp_window, scale, parts, options, is_box)
-    place = canonicalize.token_offsets(inputs, box)
+    offsets = canonicalize.token_offsets(inputs, box)
     is_cropped = box.clamp_window and terms.relative_bias is not None
     asked_size: Any = window.with_extents(problem.kv_layout).kernel_size if is_cropped else None
     problem, inputs = canonicalize.with_biases(problem, inputs, terms, grid, asked_size)
-    if place.layouts is not None:
+    if offsets.layouts is not None:
         problem = _with_own_layouts(problem, box)
     problem_as_stated = problem
     if scale_array is not None:
         inputs = inputs._replace(scale=_scale_of_heads(scale_array, inputs, problem, grid))
     finish_float8 = None
     if problem.element.is_float8 or [each for each in float8 if each is not None]:
-        problem, inputs, finish_float8 = float8_operands(problem, inputs, float8, place, grid)
-    asked = jax.config.jax_default_matmul_precision
-    precision = None if asked is None else str(asked)
+        problem, inputs, finish_float8 = float8_operands(problem, inputs, float8, offsets, grid)
+    configured = jax.config.jax_default_matmul_precision
+    precision = None if configured is None else str(configured)
     request = Request(problem, performance, execution.backend, precision, axes, tuned=table_for(is_box=is_box))
     calls = split_call(request, execution.attention_kwargs, fuse)
-    inputs, sinks = canonicalize.in_passes([call.request for call in calls], inputs)
+    inputs, sinks = canonicalize.defer_sinks([call.request for call in calls], inputs)
     if execution.attention_kwargs:
         check_agreement(execution.attention_kwargs, problem_as_stated, terms.scale, return_lse)
     if execution.performance or execution.attention_kwargs:
         for call in calls:
             attention_names = () if call.kind is KeySubset.WINDOWS else execution.attention_kwargs or ()
             warn_of_ignored(call.request, inputs.query, attention_names)
-    keeps_tokens = operator == "fna" and place.is_whole and {call.kind for call in calls} == {KeySubset.WINDOWS}
+    keeps_tokens = operator == "fna" and offsets.is_whole and {call.kind for call in calls} == {KeySubset.WINDOWS}
     inputs = with_whole_dimensions(inputs, keeps_tokens=keeps_tokens)
-    outputs = [custom_vjp.attend(*sub_call_operands(call, inputs, place)) for call in calls]
+    outputs = [custom_vjp.attend(*sub_call_operands(call, inputs, offsets)) for call in calls]
     outputs = [
         output if call.kind is KeySubset.WINDOWS else in_layout_of(inputs.query, output)
         for call, output in zip(calls, outputs, strict=True)
@@ -188,7 +188,7 @@ def run_operator(
     output = outputs[0] if len(outputs) == 1 else Output(*merge_attentions(*zip(*outputs, strict=True)))
     output = canonicalize.with_sinks(output if finish_float8 is None else finish_float8(output), sinks)
     if problem.own_extents and (len(outputs) > 1 or terms.sinks is not None):
-        output = place.with_nothing_outside(output)
+        output = offsets.mask_padding(output)
     output = output if grid is None else grid.unfolded(output)
     return tuple(output) if return_lse else output.out
 

@@ -369,7 +369,7 @@ def _checked_sinks(problem: Problem, sinks: ArrayLike, grid: UpsampledGrid | Non
     return (sinks if grid is None else grid.scales(sinks))[..., None]
 
 
-def in_passes(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, jax.Array | None]:
+def defer_sinks(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, jax.Array | None]:
     """Return the inputs for the passes of a call, and the sinks that :func:`with_sinks` must add to the output.
 
     The sinks are ``None`` if the call has no sinks, or if the pass itself adds them. The pass adds the sinks unless one
@@ -443,7 +443,7 @@ class TokenOffsets(NamedTuple):
         inside = is_real(self.layouts, query.shape[1:-2], for_queries=True)[..., None, None]
         return jnp.where(split_like(inside, query), query, 0)
 
-    def with_nothing_outside(self, output: Output) -> Output:
+    def mask_padding(self, output: Output) -> Output:
         """Set the output of padding tokens to zero, and their logsumexp to ``-inf``."""
         assert self.layouts is not None
         inside = is_real(self.layouts, output.out.shape[1:-2], for_queries=True)[..., None]

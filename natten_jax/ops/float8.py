@@ -147,15 +147,15 @@ def _with_rank(array: jax.Array, rank: int) -> jax.Array:
 
 def _factors_of(largest: jax.Array, element_type: str) -> jax.Array:
     """Compute scales from the largest magnitude of the elements that share a scale."""
-    most = float(jnp.finfo(element_type).max)
+    largest_number = float(jnp.finfo(element_type).max)
     # Smallest scale whose product with every nonzero 8-bit number is a normal float32 number.
-    least = float(np.finfo(np.float32).tiny) / float(jnp.finfo(element_type).smallest_subnormal)
-    return jnp.where(largest == 0, 1, jnp.maximum(largest / most, least))
+    smallest_scale = float(np.finfo(np.float32).tiny) / float(jnp.finfo(element_type).smallest_subnormal)
+    return jnp.where(largest == 0, 1, jnp.maximum(largest / largest_number, smallest_scale))
 
 
 def _rounded(numbers: jax.Array, factors: jax.Array, element_type: str) -> jax.Array:
-    most = float(jnp.finfo(element_type).max)
-    return jnp.clip(numbers / factors, -most, most).astype(element_type)
+    largest_number = float(jnp.finfo(element_type).max)
+    return jnp.clip(numbers / factors, -largest_number, largest_number).astype(element_type)
 
 
 def float8_name(name: str, dtype: str) -> str:
@@ -209,9 +209,9 @@ def factors_per_token(factors: jax.Array, shape: Sequence[int]) -> jax.Array:
 def _largest_of_blocks(numbers: jax.Array, block: tuple[int, ...]) -> jax.Array:
     """Compute the largest magnitude per block, ``[batch, *blocks, heads]``."""
     largest = jnp.max(jnp.abs(numbers), axis=-1)
-    for axis, most in enumerate(block, start=1):
+    for axis, largest_number in enumerate(block, start=1):
         extent = largest.shape[axis]
-        blocks = math.ceil(extent / most)
+        blocks = math.ceil(extent / largest_number)
         tokens = math.ceil(extent / blocks)
         padded = [(0, blocks * tokens - extent if i == axis else 0) for i in range(largest.ndim)]
         cut = (*largest.shape[:axis], blocks, tokens, *largest.shape[axis + 1 :])
@@ -258,7 +258,7 @@ class _Factors(NamedTuple):
 
 
 def float8_operands(
-    problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: TokenOffsets, grid: UpsampledGrid | None = None
+    problem: Problem, inputs: Inputs, options: Float8Arguments, offsets: TokenOffsets, grid: UpsampledGrid | None = None
 ) -> tuple[Problem, Inputs, Callable[[Output], Output] | None]:
     """Return the problem and the arrays for the backends, and a function that must be applied to a backend's output.
 
@@ -270,8 +270,8 @@ def float8_operands(
     Args:
         problem: The problem.
         inputs: The arrays.
-        arguments: The 8-bit arguments of the call.
-        place: Offsets of the queries, and extents without padding.
+        options: The 8-bit arguments of the call.
+        offsets: Offsets of the queries, and extents without padding.
         grid: The query grid if ``upsample`` was given. The queries are then already folded into heads. Otherwise
             ``None``.
 
@@ -279,14 +279,14 @@ def float8_operands(
         ValueError: A shape, value or element type is wrong, or an argument does not apply to arrays of this type.
         TypeError: A factor is neither a number nor an array.
     """
-    dtype = _output_dtype(problem, arguments)
+    dtype = _output_dtype(problem, options)
     shift = None
-    if arguments.fp8 is not None:
-        problem, inputs, factors, shift = _quantized(problem, inputs, arguments, place)
+    if options.fp8 is not None:
+        problem, inputs, factors, shift = _quantized(problem, inputs, options, offsets)
     elif problem.element.is_float8:
-        factors = _checked(inputs, arguments, grid)
+        factors = _checked(inputs, options, grid)
     else:
-        _check_unscaled(arguments, f"{problem.dtype} arrays, but factors are for 8-bit arrays")
+        _check_unscaled(options, f"{problem.dtype} arrays, but factors are for 8-bit arrays")
         return problem, inputs, None
     heads = inputs.query.shape[-2]
     logit_factors = [_per_query_head(each, heads) for each in factors[:2] if each is not None and each.ndim == 2]
@@ -318,7 +318,7 @@ def float8_operands(
 
 
 def _quantized(
-    problem: Problem, inputs: Inputs, arguments: Float8Arguments, place: TokenOffsets
+    problem: Problem, inputs: Inputs, options: Float8Arguments, offsets: TokenOffsets
 ) -> tuple[Problem, Inputs, _Factors, jax.Array]:
     """Quantize the arrays of a call.
 
@@ -332,13 +332,13 @@ def _quantized(
     Raises:
         ValueError: The arrays are already 8-bit, their dtype is not supported, or the caller passed scales.
     """
-    dtype = float8_name("fp8", str(arguments.fp8))
+    dtype = float8_name("fp8", str(options.fp8))
     if problem.dtype not in OUTPUT_DTYPES:
         raise ValueError(
-            f"fp8={arguments.fp8!r} takes {', '.join(OUTPUT_DTYPES)} arrays, but query has dtype {problem.dtype}"
+            f"fp8={options.fp8!r} takes {', '.join(OUTPUT_DTYPES)} arrays, but query has dtype {problem.dtype}"
         )
-    _check_unscaled(arguments, f"fp8={arguments.fp8!r}, which computes the factors")
-    inputs = without_padding(place.layouts, inputs)
+    _check_unscaled(options, f"fp8={options.fp8!r}, which computes the factors")
+    inputs = without_padding(offsets.layouts, inputs)
 
     def wide(array: jax.Array | None) -> list[jax.Array]:
         return [] if array is None else [array.astype(jnp.float32)]

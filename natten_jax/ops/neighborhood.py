@@ -19,7 +19,7 @@ from natten_jax.performance import PerformanceArguments
 from natten_jax.windows import Edges, WindowArguments
 
 #: Result of an operator with ``return_lse=True``: the output and the logsumexp.
-Pair = tuple[jax.Array, jax.Array]
+OutputAndLogsumexp = tuple[jax.Array, jax.Array]
 
 
 class NeighborhoodOptions(OperatorOptions, PerformanceArguments, total=False):
@@ -76,7 +76,7 @@ class NeighborhoodAttention(Protocol):
         *,
         return_lse: Literal[True],
         **options: Unpack[NeighborhoodOptions],
-    ) -> Pair: ...
+    ) -> OutputAndLogsumexp: ...
     @overload
     def __call__(
         self,
@@ -95,7 +95,7 @@ class NeighborhoodAttention(Protocol):
         *,
         return_lse: bool,
         **options: Unpack[NeighborhoodOptions],
-    ) -> jax.Array | Pair: ...
+    ) -> jax.Array | OutputAndLogsumexp: ...
 
 
 def _operator(function: Callable[..., Any]) -> NeighborhoodAttention:
@@ -138,7 +138,7 @@ def na2d(
     out_dtype: DTypeLike | None = None,
     fp8: str | None = None,
     **performance: Unpack[PerformanceArguments],
-) -> jax.Array | Pair:
+) -> jax.Array | OutputAndLogsumexp:
     """Neighborhood attention over an image.
 
     Each query attends to the keys in a window of ``kernel_size`` tokens around the query. By default, a window that
@@ -317,7 +317,7 @@ def na1d(
     out_dtype: DTypeLike | None = None,
     fp8: str | None = None,
     **performance: Unpack[PerformanceArguments],
-) -> jax.Array | Pair:
+) -> jax.Array | OutputAndLogsumexp:
     """Neighborhood attention over a sequence.
 
     Example:
@@ -371,7 +371,7 @@ def na3d(
     out_dtype: DTypeLike | None = None,
     fp8: str | None = None,
     **performance: Unpack[PerformanceArguments],
-) -> jax.Array | Pair:
+) -> jax.Array | OutputAndLogsumexp:
     """Neighborhood attention over a video or a volume.
 
     Example:

@@ -111,9 +111,9 @@ def neighborhood_weights(
         if table is None:
             return jax.nn.softmax(logits, axis=-1).astype(query.dtype)
         # If all keys of a query are masked out, the query's weights and their derivatives are zero.
-        is_unseen = jnp.all(jnp.isneginf(logits), axis=-1, keepdims=True)
-        weights = jax.nn.softmax(jnp.where(is_unseen, 0, logits), axis=-1)
-        return jnp.where(is_unseen, 0, weights).astype(query.dtype)
+        has_no_keys = jnp.all(jnp.isneginf(logits), axis=-1, keepdims=True)
+        weights = jax.nn.softmax(jnp.where(has_no_keys, 0, logits), axis=-1)
+        return jnp.where(has_no_keys, 0, weights).astype(query.dtype)
 
     query, key = jnp.asarray(query), jnp.asarray(key)
     return run_with_auto_axes(weights_of, query, query, key, factor, table, inside_manual=False)
@@ -188,9 +188,9 @@ def neighborhood_apply(
             return mixed + weight * entry.take(value).astype(accumulator)[..., None, :], None
 
         by_place = jnp.moveaxis(_grouped(weights, heads_kv), -1, 0)[..., None]
-        nothing = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
-        places = _window_entries(axes)
-        mixed, _ = jax.lax.scan(add_entry, varying_like(nothing, (weights, value)), (places, by_place))
+        zeros = jnp.zeros((*by_place.shape[1:-1], width), accumulator)
+        entries = _window_entries(axes)
+        mixed, _ = jax.lax.scan(add_entry, varying_like(zeros, (weights, value)), (entries, by_place))
         return mixed.reshape(*given[:-1], width).astype(value.dtype)
 
     weights, value = jnp.asarray(weights), jnp.asarray(value)

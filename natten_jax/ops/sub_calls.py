@@ -170,7 +170,7 @@ def split_call(
     return SubCall(KeySubset.WINDOWS, windows), SubCall(KeySubset.ADDITIONAL, additional)
 
 
-def sub_call_operands(call: SubCall, inputs: Inputs, place: TokenOffsets) -> tuple[Request, Operands]:
+def sub_call_operands(call: SubCall, inputs: Inputs, offsets: TokenOffsets) -> tuple[Request, Operands]:
     """Return the request and the operands of a sub-call.
 
     If the sub-call flattens the token dimensions, the returned request has no ``token_axes``.
@@ -178,18 +178,18 @@ def sub_call_operands(call: SubCall, inputs: Inputs, place: TokenOffsets) -> tup
     Args:
         call: The sub-call.
         inputs: The inputs of the operator call, including the additional keys and values.
-        place: Offsets of the queries, and extents without padding.
+        offsets: Offsets of the queries, and extents without padding.
     """
     token_axes = call.request.token_axes
     if call.kind is KeySubset.WINDOWS:
         if not call.request.problem.additional_kv:
             inputs = inputs._replace(additional_keys=None, additional_values=None)
-        return call.request, Operands(inputs, *place)
+        return call.request, Operands(inputs, *offsets)
     lines = exchange.lines_of(token_axes)
     if call.kind is KeySubset.WHOLE_LAYOUT:
         inputs = exchange.with_all_keys(inputs, lines)
-    if call.kind is KeySubset.ADDITIONAL and place.layouts is not None:
-        inputs = inputs._replace(query=place.without_padding(inputs.query))
+    if call.kind is KeySubset.ADDITIONAL and offsets.layouts is not None:
+        inputs = inputs._replace(query=offsets.without_padding(inputs.query))
     flat = _with_one_token_dimension(inputs)
     is_additional = call.kind is KeySubset.ADDITIONAL
     tokens = _only_additional_keys(flat, inputs) if is_additional else _with_additional_keys(flat, inputs)
@@ -197,8 +197,8 @@ def sub_call_operands(call: SubCall, inputs: Inputs, place: TokenOffsets) -> tup
     origins = exchange.flat_origins(inputs.query.shape[1:-2], lines) if token_axes else None
     request = dataclasses.replace(call.request, token_axes=())
     operands = Operands(tokens, origins)
-    if call.kind is KeySubset.WHOLE_LAYOUT and any(request.problem.is_causal) and not place.is_whole:
-        operands = operands._replace(**place._asdict())
+    if call.kind is KeySubset.WHOLE_LAYOUT and any(request.problem.is_causal) and not offsets.is_whole:
+        operands = operands._replace(**offsets._asdict())
     return request, operands
 
 

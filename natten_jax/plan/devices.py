@@ -92,10 +92,10 @@ def _started(platform: str | None) -> list[jax.Device]:
     try:
         return jax.local_devices(backend=platform)
     except (RuntimeError, AssertionError) as error:  # AssertionError, with an empty message, if no GPU is visible
-        told = getattr(jax.config, "jax_platforms", None)
-        platforms = f"JAX_PLATFORMS={told}" if told else "its platforms"
-        said = " ".join(str(error).split()) or f"it finds no device of {platforms} on this machine"
-        raise NoDeviceError(f"JAX has no device: {said}") from error
+        configured = getattr(jax.config, "jax_platforms", None)
+        platforms = f"JAX_PLATFORMS={configured}" if configured else "its platforms"
+        reason = " ".join(str(error).split()) or f"it finds no device of {platforms} on this machine"
+        raise NoDeviceError(f"JAX has no device: {reason}") from error
 
 
 def default_device() -> Device:

@@ -119,11 +119,11 @@ class Plan:
 
     @property
     def tiles(self) -> TilePair:
-        asked = self.performance
+        performance = self.performance
         if self.pass_ == "forward":
-            query, key_value = asked.q_tile_shape, asked.kv_tile_shape
+            query, key_value = performance.q_tile_shape, performance.kv_tile_shape
         else:
-            query, key_value = asked.backward_q_tile_shape, asked.backward_kv_tile_shape
+            query, key_value = performance.backward_q_tile_shape, performance.backward_kv_tile_shape
         assert query is not None and key_value is not None, "a plan has tiles"
         return query, key_value
 
@@ -163,12 +163,12 @@ class Plan:
         """
         try:
             content = json.loads(text)
-            facts: dict[str, Any] = dict(content["problem"])
-            facts["axes"] = tuple(Axis(*axis) for axis in facts["axes"])
-            performance = {name: hashable(value) for name, value in content["performance"].items()}
-            asked, backend = Performance(**performance), BackendId.parse(content["backend"])
+            problem: dict[str, Any] = dict(content["problem"])
+            problem["axes"] = tuple(Axis(*axis) for axis in problem["axes"])
+            options = {name: hashable(value) for name, value in content["performance"].items()}
+            performance, backend = Performance(**options), BackendId.parse(content["backend"])
             optional = map(content.get, _OPTIONAL)
-            return cls(Problem(**facts), content["pass"], backend, content["platform"], asked, *optional)
+            return cls(Problem(**problem), content["pass"], backend, content["platform"], performance, *optional)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"no plan of natten_jax: {error}") from None
 

@@ -52,8 +52,8 @@ def _run(options: Options) -> int:
 
 
 def _target_device(options: Options) -> Device:
-    if options.asked_about is not None:
-        return options.asked_about
+    if options.assumed_device is not None:
+        return options.assumed_device
     try:
         return default_device()
     except NoDeviceError as error:
@@ -114,8 +114,8 @@ def _show_where_it_runs(options: Options, platform: Platform) -> None:
     capability = platform.compute_capability
     chip = next(iter(TPU_CHIPS)) if capability is None else None
     anywhere = dataclasses.replace(options, compute_capability=capability, device=chip)
-    asked = f"--device {chip}" if capability is None else f"--compute-capability {'.'.join(map(str, capability))}"
-    report.print_lines([f"A dry run with {asked} shows:"])
+    flag = f"--device {chip}" if capability is None else f"--compute-capability {'.'.join(map(str, capability))}"
+    report.print_lines([f"A dry run with {flag} shows:"])
     predict.print_dry_run(anywhere, _target_device(anywhere))
 
 

@@ -112,10 +112,10 @@ def capture(run: Callable[[], Any], iterations: int, program: Program, platform:
     Raises:
         CaptureError: The trace stayed empty or could not be attributed to iterations.
     """
-    return capture_in_turns([Launch(run, program)], iterations, platform)[0]
+    return capture_interleaved([Launch(run, program)], iterations, platform)[0]
 
 
-def capture_in_turns(launches: Sequence[Launch], iterations: int, platform: str) -> list[list[list[Event]]]:
+def capture_interleaved(launches: Sequence[Launch], iterations: int, platform: str) -> list[list[list[Event]]]:
     """Trace alternating runs of programs, and return for each program the events of each iteration.
 
     If a program runs on several devices, only the events of the device with the most device time are returned.

@@ -351,7 +351,7 @@ def compare(options: Options, baseline: str) -> tuple[Result, Result]:
         MemoryError: The problem is too large for the device.
         natten_jax.profiler.capture.CaptureError: The trace could not be read.
     """
-    result, other = _profile([options, options.for_baseline(baseline)])
+    result, other = _profile([options, options.with_baseline(baseline)])
     return result, other
 
 

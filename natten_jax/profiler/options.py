@@ -148,7 +148,7 @@ class Options:
     # Devices and backends.
 
     @property
-    def asked_about(self) -> Device | None:
+    def assumed_device(self) -> Device | None:
         """Device, present or not, that ``dry_run`` and ``simulate`` assume. ``None`` means the default device."""
         if self.device is not None:
             return TPU_CHIPS[self.device].device
@@ -161,7 +161,7 @@ class Options:
         """True if the options profile a baseline instead of an operator of this package."""
         return self.backend in BASELINES
 
-    def for_baseline(self, name: str) -> Options:
+    def with_baseline(self, name: str) -> Options:
         """Return options that run a baseline or another backend on the same arrays. A baseline is self attention."""
         # Tiles and the backend of sub-calls were chosen for ``self.backend``. The backend ``name`` uses its defaults.
         problem, performance = self.problem, without_configuration(self.performance)
@@ -471,7 +471,7 @@ def _for_baseline(options: Options) -> Options:
     name = str(options.backend)
     if options.problem.additional_kv:
         raise ValueError(f"--add-kv cannot be combined with --backend {name}, which computes self attention only")
-    baseline = dataclasses.replace(options.for_baseline(name), performance=Performance())
+    baseline = dataclasses.replace(options.with_baseline(name), performance=Performance())
     if baseline != options:
         print_warning(f"--backend {name} computes self attention only: flags of windows and configurations are ignored")
     return baseline

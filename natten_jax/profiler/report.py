@@ -36,7 +36,7 @@ _NAMES, _COLUMNS = ("Framework", "Kernel category", "Arch", "Operation"), ("# ca
 _MOST_ROWS = 20
 
 #: Share of the total time below which a row is gray in a chart, and absent from the legend.
-_SMALL = 0.01
+_MIN_SHARE = 0.01
 
 
 # Tables and lines.
@@ -346,7 +346,7 @@ def plot_rows(path: Path, tables: dict[str, tuple[Row, ...]], title: str) -> Non
         left, total = 0.0, sum(row.runtime for row in rows)
         for row in rows:
             label, color = None, "gray"
-            if row.runtime >= _SMALL * total:
+            if row.runtime >= _MIN_SHARE * total:
                 operation = _without_formulas(f"{row.name.operation} ({row.name.framework})")
                 label = None if operation in colors else operation
                 color = colors.setdefault(operation, f"C{len(colors) % 10}")

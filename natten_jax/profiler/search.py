@@ -21,13 +21,13 @@ from typing import Any
 import jax
 
 from natten_jax import backends
-from natten_jax.autotuning.tables import TunedPass, TunedTable, in_force, tuned_problem, without_configuration
+from natten_jax.autotuning.tables import TunedPass, TunedTable, active_table, tuned_problem, without_configuration
 from natten_jax.backends.select import resolve
 from natten_jax.performance import Pass, Performance, TilePair
 from natten_jax.plan.devices import Device, default_device
 from natten_jax.plan.plan import BackendId, Plan
 from natten_jax.problem import Problem, problem_of
-from natten_jax.profiler.capture import CaptureError, capture_in_turns
+from natten_jax.profiler.capture import CaptureError, capture_interleaved
 from natten_jax.profiler.cli import Update, progress
 from natten_jax.profiler.measure import Workload, check_runs, compile_workload, seconds_of_iterations
 from natten_jax.profiler.options import SIZES, Options, arrays_of, parse
@@ -60,10 +60,10 @@ _SCREENING_RUNS, _FINAL_RUNS = 2, 6
 _BATCH = 8
 #: Backends are tried one after another with their default configurations. A backend is not searched if its time is more
 #: than this factor times the shortest time so far.
-_HOPELESS = 1.5
+_MAX_SLOWDOWN = 1.5
 #: If the shortest time so far exceeds this number of seconds, slow fallbacks are not tried. In every measurement, slow
 #: fallbacks were several times slower than other backends.
-_SLOW = 0.02
+_FALLBACK_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Search:
         self.trials: list[Trial] = []
 
     def run(self) -> Optimum:
-        found = [self._best_of(rival) for rival in list(self._rivals())]
+        found = [self._best_of(candidate) for candidate in list(self._candidates())]
         best = min(filter(None, found), key=lambda each: each.seconds, default=None)
         plain = self._options
         if best is None:
@@ -151,7 +151,7 @@ class _Search:
         default_seconds = None if default.error else default.seconds
         return Optimum(chosen, seconds, default_seconds, tuple(self.trials), wall, self._compile_seconds)
 
-    def _rivals(self) -> Iterator[Options]:
+    def _candidates(self) -> Iterator[Options]:
         """For each backend that is fast enough to be searched, yield the options with this backend."""
         problem = self._options.main_request.problem
         named = [
@@ -163,11 +163,11 @@ class _Search:
         self._update("trying backends")
         fastest = math.inf
         for backend, options in named:  # preferred backends, which are probably the fastest, are first
-            if backend.capabilities.is_slow_fallback and _SLOW < fastest < math.inf:
+            if backend.capabilities.is_slow_fallback and _FALLBACK_SECONDS < fastest < math.inf:
                 continue
             seconds = self.measure([options], 1, 0)[0].seconds if len(named) > 1 else 0.0
             fastest = min(fastest, seconds)
-            if seconds < math.inf and seconds <= _HOPELESS * fastest:
+            if seconds < math.inf and seconds <= _MAX_SLOWDOWN * fastest:
                 yield options
 
     def _best_of(self, options: Options) -> Trial | None:
@@ -223,7 +223,7 @@ class _Search:
             self._update(done=1)
         try:
             launches = [each.launch for each in workloads.values()]
-            captured = capture_in_turns(launches, runs, self._device.platform) if launches else []
+            captured = capture_interleaved(launches, runs, self._device.platform) if launches else []
             medians = map(median, map(seconds_of_iterations, captured))
             seconds = dict(zip(workloads, medians, strict=True))
         except Exception as error:
@@ -316,8 +316,8 @@ def search_json(optimum: Optimum) -> dict[str, Any]:
         }
         for trial in optimum.trials
     ]
-    facts = {name: getattr(optimum, name) for name in ("default_seconds", "wall_seconds", "compile_seconds")}
-    search = {"best_seconds": optimum.seconds, **facts, "trials": trials}
+    times = {name: getattr(optimum, name) for name in ("default_seconds", "wall_seconds", "compile_seconds")}
+    search = {"best_seconds": optimum.seconds, **times, "trials": trials}
     return {"best_configuration": configuration(optimum.options), "search": search}
 
 
@@ -325,7 +325,7 @@ def search_json(optimum: Optimum) -> dict[str, Any]:
 
 
 #: Minimum speedup over the default configuration for which another configuration is kept.
-_CLEARLY = 1.02
+_MIN_SPEEDUP = 1.02
 #: Numbers of runs of each candidate in the final comparison: measured runs, and warm-up runs before the measured runs.
 _RUNS, _WARMUP = 8, 2
 
@@ -362,7 +362,7 @@ def is_clearly_faster(times: Times, others: Times) -> bool:
     be below the 25th percentile of ``others``.
     """
     slow_quarter, fast_quarter = quantiles(times, n=4)[2], quantiles(others, n=4)[0]
-    return median(others) > _CLEARLY * median(times) and slow_quarter < fast_quarter
+    return median(others) > _MIN_SPEEDUP * median(times) and slow_quarter < fast_quarter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -443,7 +443,7 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
         MemoryError: The problem is too large for the device.
     """
     device = default_device()
-    with in_force(TunedTable(device.kind)), jax.default_matmul_precision(task.precision):
+    with active_table(TunedTable(device.kind)), jax.default_matmul_precision(task.precision):
         best = optimize(task.options, effort)
     defaults, chosen = _plans(task, task.options, device), _plans(task, best.options, device)
 
@@ -503,10 +503,10 @@ def _runs(task: Task, device: Device, plans: dict[Pass, Plan], candidates: Seque
     with arrays_of(options.problem), jax.default_matmul_precision(task.precision):
         for number, passes in enumerate(candidates):
             tuned = (TunedPass(plans[pass_], 0.0, 0.0, False) for pass_ in passes)
-            with in_force(TunedTable(device.kind, tuple(tuned))):
+            with active_table(TunedTable(device.kind, tuple(tuned))):
                 arguments = workloads[0].arguments if workloads else None
                 workloads.append(compile_workload(options, f"tuned_{number}", arguments))
         for workload in workloads:
             workload.warm_up(_WARMUP)
-        captured = capture_in_turns([workload.launch for workload in workloads], _RUNS, device.platform)
+        captured = capture_interleaved([workload.launch for workload in workloads], _RUNS, device.platform)
     return [seconds_of_iterations(iterations) for iterations in captured]

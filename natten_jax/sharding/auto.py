@@ -58,7 +58,7 @@ class HeadSplit:
         return cls(heads, heads_kv, parts, kv_parts if fits else 1)
 
     @property
-    def takes(self) -> bool:
+    def reads_subset(self) -> bool:
         """Return True if key/value heads are not split, and each part of the query heads can read a subset of them."""
         return self.kv_parts == 1 < min(self.parts, self.heads_kv)
 
@@ -76,7 +76,7 @@ class HeadSplit:
             return kv_heads[:, ::groups]
         return kv_heads[:, :1] if groups % local == 0 else kv_heads
 
-    def run_on_taken(
+    def run_on_subset(
         self,
         run: Callable[..., Any],
         arrays: Sequence[jax.Array],
@@ -419,9 +419,9 @@ class Partitioned:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             lines = [_line_of(layout, dimension) for dimension in range(len(layout.token_parts))]
             local = functools.partial(self.local, lines=lines) if any(lines) else self.local
-            if split.takes:
+            if split.reads_subset:
                 part = jnp.asarray(layout.head_parts())[jax.lax.axis_index(_DEVICES)]
-                results = split.run_on_taken(local, leaves, self.inputs, self.outputs, part)
+                results = split.run_on_subset(local, leaves, self.inputs, self.outputs, part)
             else:
                 results = local(*leaves)
             groups = [layout.groups(role) for role in self.outputs]
@@ -449,18 +449,18 @@ def _line_of(layout: Layout, dimension: int) -> DeviceLine | None:
     count, parts = rows.shape
     if parts == 1:
         return None
-    places = np.empty(layout.devices.size, np.int32)
-    places[rows] = np.arange(parts, dtype=np.int32)
+    positions = np.empty(layout.devices.size, np.int32)
+    positions[rows] = np.arange(parts, dtype=np.int32)
 
-    def permuted(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
+    def permute(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
         device_moves = [(int(row[start]), int(row[end])) for row in rows for start, end in moves]
         return jax.lax.ppermute(array, _DEVICES, device_moves)
 
-    def gathered(array: jax.Array, axis: int) -> jax.Array:
+    def gather(array: jax.Array, axis: int) -> jax.Array:
         groups = rows.tolist() if count > 1 else None
         return jax.lax.all_gather(array, _DEVICES, axis=axis, tiled=True, axis_index_groups=groups)
 
-    return DeviceLine(parts, jnp.asarray(places)[jax.lax.axis_index(_DEVICES)], permuted, gathered)
+    return DeviceLine(parts, jnp.asarray(positions)[jax.lax.axis_index(_DEVICES)], permute, gather)
 
 
 def warn_of_gather(name: str, axis: int, ndim: int, over: str) -> None:

@@ -39,10 +39,10 @@ def over_explicit_axes(run: Run, request: Request, operands: Operands) -> Output
 
     def run_part(parts: list[jax.Array]) -> Output:
         leaves = vary_alike(parts)
-        if not split.takes:
+        if not split.reads_subset:
             return run_local(*leaves)
         part = jax.lax.axis_index(axes.heads)
-        return Output(*split.run_on_taken(run_local, leaves, roles, [Role.QUERY, Role.PER_QUERY], part))
+        return Output(*split.run_on_subset(run_local, leaves, roles, [Role.QUERY, Role.PER_QUERY], part))
 
     def run_local(*leaves: jax.Array) -> Any:
         query, key, *_ = leaves
@@ -170,7 +170,7 @@ def run_with_auto_axes(
     return result
 
 
-def map_in_turn(function: Callable[[Any], Any], arrays: Sequence[jax.Array]) -> Any:
+def map_sequentially(function: Callable[[Any], Any], arrays: Sequence[jax.Array]) -> Any:
     """Apply ``jax.lax.map`` over the leading axes of arrays.
 
     If explicit mesh axes split a leading axis, each device maps over its own part.

@@ -175,7 +175,7 @@ A_MISSING_WAIT = rf"{A_RACE}|Barrier completed phase \d+, but no threads observe
 def test_results_and_gradients_without_races(which: str | int) -> None:
     """``python -m tests.fuzz.interpreted_blackwell`` runs more random problems."""
     problem = PROBLEMS[which] if isinstance(which, str) else INTERPRETED.draw(0, which)
-    assert not INTERPRETED.complaints(problem), problem
+    assert not INTERPRETED.find_errors(problem), problem
 
 
 @needs_interpreter
@@ -194,7 +194,7 @@ def test_a_missing_wait_is_seen(caller: str, monkeypatch: pytest.MonkeyPatch) ->
             wait(barrier)
 
     monkeypatch.setattr(gpu, "wait", waiting)
-    assert re.search(A_MISSING_WAIT, INTERPRETED.complaints(SMALL)[0])
+    assert re.search(A_MISSING_WAIT, INTERPRETED.find_errors(SMALL)[0])
 
 
 @needs_interpreter
@@ -242,7 +242,7 @@ def test_lines_are_restored(dilation: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("queries", [5, 40])
 def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
-    """For each key tile, ``Visits.seeing`` is the range of the query tiles that see it.
+    """For each key tile, ``Visits.visitors`` is the range of the query tiles that see it.
 
     The expected ranges are computed from the windows of all queries.
     """
@@ -250,14 +250,14 @@ def test_tiles_of_queries_that_see_a_tile_of_keys(queries: int) -> None:
     axis = Axis(queries, queries, 2, dilation=dilation)
     visits = Visits.along_axis(axis, (q_tile, kv_tile), (queries, queries), None, 1, 0, True)
     kv_tiles = -(-queries // (dilation * kv_tile))
-    found = visits.seeing
+    found = visits.visitors
     assert visits.kv_tiles == kv_tiles
     for group in range(dilation):
-        seeing: dict[int, set[int]] = {tile: set() for tile in range(kv_tiles)}
+        query_tiles: dict[int, set[int]] = {tile: set() for tile in range(kv_tiles)}
         for query, (first, end) in enumerate(visits.bounds[group].swapaxes(1, 2).reshape(-1, 2)):
             for key in range(first, end):
-                seeing[key // kv_tile].add(query // q_tile)
-        expected = [(min(tiles), max(tiles) + 1 - min(tiles)) if tiles else (0, 0) for tiles in seeing.values()]
+                query_tiles[key // kv_tile].add(query // q_tile)
+        expected = [(min(tiles), max(tiles) + 1 - min(tiles)) if tiles else (0, 0) for tiles in query_tiles.values()]
         assert found[group].tolist() == [list(pair) for pair in expected]
 
 

@@ -145,17 +145,17 @@ def test_programs_for_the_longest_layouts_are_lowered(is_causal: bool, monkeypat
 def test_one_dimension(extent: int, kernel_size: int, edges: Edge, tiles: tuple[int, int], expected: float) -> None:
     problem = simulator.problem_of((extent,), kernel_size, edges=edges)
     query, key = tiles
-    assert hopper.times_as_long(problem, "forward", ((query,), (key,))) == pytest.approx(expected, rel=1e-12)
+    assert hopper.seam_slowdown(problem, "forward", ((query,), (key,))) == pytest.approx(expected, rel=1e-12)
 
 
 @needs_native
 def test_steps_multiply_over_dimensions_and_share_loads() -> None:
     problem = simulator.problem_of((64, 64), 7, edges=("wrap", "wrap"))
     along, across = (
-        hopper.times_as_long(simulator.problem_of((64,), 7, edges="wrap"), "forward", pair)
+        hopper.seam_slowdown(simulator.problem_of((64,), 7, edges="wrap"), "forward", pair)
         for pair in (((16,), (8,)), ((8,), (16,)))
     )
-    both = hopper.times_as_long(problem, "forward", ((16, 8), (8, 16)))
+    both = hopper.seam_slowdown(problem, "forward", ((16, 8), (8, 16)))
     assert along * across <= both < 1.25 * along * across
 
 
@@ -163,6 +163,6 @@ def test_steps_multiply_over_dimensions_and_share_loads() -> None:
 def test_tiles_are_ranked_by_it() -> None:
     problem = simulator.problem_of((48,), 5, edges="wrap")
     slow, fast = ((64,), (64,)), ((16,), (16,))
-    ranked = hopper.ranked_around(problem, "forward", ((slow, 1.0), (fast, 1.2)))
+    ranked = hopper.rank_with_seams(problem, "forward", ((slow, 1.0), (fast, 1.2)))
     assert [pair for pair, _ in ranked] == [fast, slow]
-    assert hopper.ranked_around(simulator.problem_of((48,), 5), "forward", ((slow, 1.0),)) == ((slow, 1.0),)
+    assert hopper.rank_with_seams(simulator.problem_of((48,), 5), "forward", ((slow, 1.0),)) == ((slow, 1.0),)

@@ -63,7 +63,7 @@ def test_portable_kernels_add_them(facts: dict[str, Any], has_small_kernels: boo
         assert planned.key_bias and planned.head_dim == -(-problem.head_dim // 8) * 8
         pair = _CUTLASS.tile_pairs(planned, _GPU, pass_)[0]
         if not has_small_kernels:
-            assert planned == problem and not small_windows.is_chosen(planned, pass_, pair)
+            assert planned == problem and not small_windows.are_selected(planned, pass_, pair)
 
 
 @pytest.mark.parametrize(

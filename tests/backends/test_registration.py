@@ -180,7 +180,7 @@ class ConstantBackend(PureJaxBackend):
             lambda *_: (1, 1),
             Platform(platform),
             carries_plan=False,
-            takes=("additional_kv",) if fuses_additional_kv else (),
+            features=("additional_kv",) if fuses_additional_kv else (),
             is_plain_jax=True,
         )
 

@@ -101,7 +101,7 @@ def excesses(
     """Return the results that are NaN or too far from the oracle's."""
     operands, expected = expectation
     scale = problem.case.actual_scale if operands.scale is None else operands.scale
-    steepness = float(np.abs(scale).max()) * _steepest(operands) + sum(
+    logit_bound = float(np.abs(scale).max()) * _largest_product(operands) + sum(
         _largest(each, oracle.TIED) for each in operands[6:8]
     )
     found = []
@@ -118,7 +118,7 @@ def excesses(
     ):
         result = np.asarray(result)
         each_once, reference, magnitude = _without_copies(problem, name, result, reference, magnitude)
-        excess = _excess(problem, name, each_once, reference, magnitude, steepness, operands)
+        excess = _excess(problem, name, each_once, reference, magnitude, logit_bound, operands)
         if excess is not None:
             found.append(excess)
     return found
@@ -152,7 +152,7 @@ def _excess(
     result: np.ndarray,
     reference: np.ndarray,
     magnitude: np.ndarray,
-    steepness: float,
+    logit_bound: float,
     operands: oracle.Tensors,
 ) -> Excess | None:
     if result.shape != reference.shape:
@@ -185,10 +185,10 @@ def _excess(
     size, terms = float(np.linalg.norm(reference)), float(np.linalg.norm(magnitude))
     epsilon = float(np.finfo(np.float64 if problem.dtype == "float64" else np.float32).eps)
     allowed = (
-        SLACK * BOUNDS[problem.out_dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * steepness * terms
+        SLACK * BOUNDS[problem.out_dtype] * max(size, share * terms) + LOGIT_ROUNDINGS * epsilon * logit_bound * terms
     )
     if problem.is_float8 and family_named(problem.family).rounds_weights:
-        allowed += FLOAT8_SUM_BOUND * steepness * terms
+        allowed += FLOAT8_SUM_BOUND * logit_bound * terms
         if name == "out":
             spread = oracle.spread(operands, problem.mask(), problem.case.actual_scale)
             allowed += E4M3_WEIGHT_BOUND * float(np.linalg.norm(spread))
@@ -243,7 +243,7 @@ def _largest(array: np.ndarray | None, below: float = math.inf) -> float:
     return float(magnitudes[magnitudes < below].max(initial=0))
 
 
-def _steepest(operands: oracle.Tensors) -> float:
+def _largest_product(operands: oracle.Tensors) -> float:
     """Return an upper bound, for all query/key pairs, of ``|query * key|`` summed over the head dimension."""
     largest = [
         np.linalg.norm(array.astype(np.float64), axis=-1).max(initial=0)

@@ -31,7 +31,7 @@ from .spoiled import Inputs
 Results = tuple[tuple[jax.Array, jax.Array], oracle.Tensors]
 
 
-def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
+def find_errors(problems: Sequence[Fuzzed]) -> list[list[str]]:
     """Run the problems in one compiled program, and return a list of errors per problem.
 
     Raises:
@@ -45,7 +45,7 @@ def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
             raise
         if len(problems) == 1:
             return [[f"{type(error).__name__}: {error}"]]
-        alone = [complaints([problem])[0] for problem in problems]
+        alone = [find_errors([problem])[0] for problem in problems]
         if not any(alone):
             alone[0] = [f"fails in one program with {len(problems) - 1} others, but not alone: {error}"]
         return alone
@@ -54,15 +54,15 @@ def complaints(problems: Sequence[Fuzzed]) -> list[list[str]]:
     return [
         [str(excess) for excess in excesses(problem, expected[inputs_of(problem)], *result)]
         if problem.is_compared_with_oracle
-        else complaints_of_spoiled(problem, result, with_spoiled)
+        else find_leaks(problem, result, with_spoiled)
         for problem, result, with_spoiled in zip(problems, results, spoiled, strict=True)
     ]
 
 
-def complaints_of_spoiled(problem: Fuzzed, result: Any, spoiled: Any) -> list[str]:
+def find_leaks(problem: Fuzzed, result: Any, spoiled: Any) -> list[str]:
     """List the errors in ``spoiled``, the results with spoiled inputs, given ``result``, the results without them."""
     assert problem.spoiled is not None
-    return problem.spoiled.complaints(
+    return problem.spoiled.find_errors(
         problem.inputs()[0],
         problem.broken_rows(),
         result,
@@ -179,7 +179,7 @@ def _direct(problem: Fuzzed, inputs: tuple[oracle.Tensors, Any], origins: jax.Ar
             return shared
         return jnp.broadcast_to(shared, (problem.batch, *shared.shape[1:]))
 
-    takes_shared = "shared_key_bias" in backends.find(problem.backend, problem.operator).capabilities.takes
+    takes_shared = "shared_key_bias" in backends.find(problem.backend, problem.operator).capabilities.features
     terms = tensors.relative_bias, tensors.key_bias
     described, arrays = with_terms(*terms)
     _, term_gradients = jax.vjp(lambda *terms: with_terms(*terms)[1][6:9], *terms)

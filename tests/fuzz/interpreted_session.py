@@ -99,7 +99,7 @@ class Kernels:
         jax.eval_shape(count, problem.origins())  # does not compute the tables for parts of layouts
         return max(found)
 
-    def complaints(self, problem: Fuzzed) -> list[str]:
+    def find_errors(self, problem: Fuzzed) -> list[str]:
         """Run a problem, and return the errors in its results, or the exception that was raised."""
         try:
             with self.interpreting(problem):
@@ -125,7 +125,7 @@ class Kernels:
             if time.monotonic() > end:
                 break
             problem = self.draw(options.seed, number)
-            found = self.complaints(problem)
+            found = self.find_errors(problem)
             done, bad = done + 1, bad + bool(found)
             if found:
                 print(f"problem {number}: {'; '.join(found)}\n  {problem}", flush=True)

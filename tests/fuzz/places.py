@@ -17,13 +17,13 @@ def placed(rng: np.random.Generator, case: Case, family: Family) -> Case:
     """Add a random combination of query box, padding and upsampled queries to the problem, possibly none of them."""
     kinds = rng.random(3) < (0.5, 0.5, 0.3)
     if case.queries is not None:
-        return _with_sequences(rng, case, kinds[0], kinds[1] and "own_extents" in family.capabilities.takes)
+        return _with_sequences(rng, case, kinds[0], kinds[1] and "own_extents" in family.capabilities.features)
     if kinds[0]:
         box = tuple(int(rng.integers(1, extent + 1)) for extent in case.layout)
         case = dataclasses.replace(case, box=box, origins=_origins(rng, case, box))
     if case.relative_bias:  # with this bias, the oracle supports query boxes only
         return case
-    if kinds[1] and "own_extents" in family.capabilities.takes and "wrap" not in (case.edges or ()):
+    if kinds[1] and "own_extents" in family.capabilities.features and "wrap" not in (case.edges or ()):
         extents = tuple(tuple(int(rng.integers(1, extent + 1)) for extent in case.layout) for _ in range(case.batch))
         case = dataclasses.replace(case, extents=extents)
     if kinds[2]:

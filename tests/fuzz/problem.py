@@ -295,7 +295,7 @@ def draw_where(
     case = _with_logit_terms(np.random.default_rng([seed, number, 1]), case, family)
     if has_many_keys and rng_many_keys.random() > BIASED_BESIDE_MANY_KEYS:
         case = dataclasses.replace(case, **_NO_BIASES)
-    if is_direct and "sinks" not in family.capabilities.takes:  # operators apply sinks if kernels do not
+    if is_direct and "sinks" not in family.capabilities.features:  # operators apply sinks if kernels do not
         case = dataclasses.replace(case, sinks=False)
     if is_direct and case.additional:
         case = dataclasses.replace(case, fused=True)
@@ -372,7 +372,7 @@ def _as_float8(rng: np.random.Generator, problem: Fuzzed, family: Family) -> Fuz
 
 def _with_logit_terms(rng: np.random.Generator, case: Case, family: Family) -> Case:
     """Add sinks to some problems, and biases if the family supports them."""
-    biases = family.capabilities.takes
+    biases = family.capabilities.features
     return dataclasses.replace(
         case,
         relative_bias=bool(rng.random() < 0.4) and case.queries is None and "relative_bias" in biases,

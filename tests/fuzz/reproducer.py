@@ -10,7 +10,7 @@ from typing import Any
 from natten_jax.performance import PASSES, tile_names
 from tests.support.problems import Case
 
-from .execution import complaints
+from .execution import find_errors
 from .problem import Fuzzed
 
 PROGRAM = '''"""{what}
@@ -18,12 +18,12 @@ PROGRAM = '''"""{what}
 Problem {number} of seed {seed}, made simpler where it still failed. Run it in the repository's root.
 """
 
-from tests.fuzz.execution import complaints
+from tests.fuzz.execution import find_errors
 from tests.fuzz.problem import Case, Fuzzed
 from tests.fuzz.spoiled import Spoiled
 
 problem = {problem}
-print("\\n".join(complaints([problem])[0]) or "nothing is wrong")
+print("\\n".join(find_errors([problem])[0]) or "nothing is wrong")
 '''
 
 
@@ -34,7 +34,7 @@ def program_of(problem: Fuzzed, what: str, seed: int, number: int) -> str:
 
 
 def simplest(
-    problem: Fuzzed, fails: Callable[[Fuzzed], bool] = lambda each: bool(complaints([each])[0]), seconds: float = 40
+    problem: Fuzzed, fails: Callable[[Fuzzed], bool] = lambda each: bool(find_errors([each])[0]), seconds: float = 40
 ) -> Fuzzed:
     """Simplify a problem step by step until the time is over, and return the last problem that still fails."""
     end = time.monotonic() + seconds

@@ -98,7 +98,7 @@ class Spoiled:
         cotangents = named.pop("d_out"), named.pop("d_lse")
         return oracle.Tensors(**named), cotangents
 
-    def complaints(
+    def find_errors(
         self,
         operands: oracle.Tensors,
         is_broken_row: np.ndarray,

@@ -16,7 +16,7 @@ from typing import Any
 from tests.support.families import family_named
 from tests.support.resources import limits
 
-from .execution import complaints
+from .execution import find_errors
 from .options import Options
 from .problem import Fuzzed
 from .reproducer import program_of, simplest
@@ -125,11 +125,11 @@ class Supervisor:
             numbered = worker.call(problems_of, options, batch)
             problems = [problem for _, problem in numbered]
             try:
-                found = worker.call(complaints, problems)
+                found = worker.call(find_errors, problems)
             except Died as error:
                 if self._is_over:
                     return
-                found, worker = _complaints_alone(problems, str(error))
+                found, worker = _find_errors_alone(problems, str(error))
             for (number, problem), what in zip(numbered, found, strict=True):
                 if what and simplified < MOST_SIMPLIFIED:
                     simplified += 1
@@ -162,7 +162,7 @@ class Supervisor:
             print(f"{counts}, {now - self._start:.0f} s", flush=True)
 
 
-def _complaints_alone(problems: list[Fuzzed], ending: str) -> tuple[list[list[str]], Worker]:
+def _find_errors_alone(problems: list[Fuzzed], ending: str) -> tuple[list[list[str]], Worker]:
     """Run the problems of a batch one by one, because the batch ended its process.
 
     Return the errors of each problem, and the last worker that was started.
@@ -170,7 +170,7 @@ def _complaints_alone(problems: list[Fuzzed], ending: str) -> tuple[list[list[st
     found, worker = [], Worker()
     for problem in problems:
         try:
-            found += worker.call(complaints, [problem])
+            found += worker.call(find_errors, [problem])
         except Died as error:
             found.append([str(error)])
             worker = Worker()

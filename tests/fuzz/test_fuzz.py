@@ -22,7 +22,7 @@ from natten_jax.plan.plan import Plan
 from natten_jax.problem import OPERATORS
 from tests.fuzz import execution
 from tests.fuzz.accuracy import excesses, expectation
-from tests.fuzz.execution import complaints, complaints_of_spoiled, run
+from tests.fuzz.execution import find_errors, find_leaks, run
 from tests.fuzz.features import FEATURES, RINGS, draw_with, kernels_of
 from tests.fuzz.options import Options, parse
 from tests.fuzz.problem import FLOAT8, Fuzzed, draw
@@ -120,9 +120,9 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
 
     options = options_of("--seed", "1", "--problems", "12", "--at-once", "12", *(["--direct"] if is_direct else []))
     problems = [problem for _, problem in problems_of(options, 0)]
-    assert not any(complaints(problems))
+    assert not any(find_errors(problems))
     monkeypatch.setattr(cpu.CpuBackend, "forward", wrong)
-    failures = {i: what for i, what in enumerate(complaints(problems)) if what}
+    failures = {i: what for i, what in enumerate(find_errors(problems)) if what}
     assert failures and all(max(problems[i].case.dilation or (1,)) > 1 for i in failures)
     assert any(each.startswith("out: off by") for what in failures.values() for each in what)
 
@@ -130,7 +130,7 @@ def test_planted_defect_is_found_made_simpler_and_written_down(
     found: dict[str, Any] = {}
     exec(program_of(simplest(problems[first]), "; ".join(what), 1, first), found)
     simple = found["problem"]
-    assert complaints([simple])[0]
+    assert find_errors([simple])[0]
     assert max(simple.case.dilation) > 1 and simple.case.heads == 1 and not simple.tiles
     assert np.prod(simple.case.layout) <= np.prod(problems[first].case.layout)
 
@@ -214,16 +214,16 @@ def test_lost_or_leaked_nans_are_detected(name: str) -> None:
     assert rows.any() and not rows[..., [0, 2, 3]].any()
     (without,), (spoiled,) = execution.run_both([problem])
 
-    assert complaints_of_spoiled(problem, without, spoiled) == []
+    assert find_leaks(problem, without, spoiled) == []
     out, lse = np.array(spoiled[0][0]), spoiled[0][1]
     out[tuple(np.argwhere(rows)[0])] = 0
-    assert complaints_of_spoiled(problem, without, ((out, lse), spoiled[1])) == [
+    assert find_leaks(problem, without, ((out, lse), spoiled[1])) == [
         f"nan in {name}: 8 of {8 * rows.sum()} numbers of out are finite"
     ]
     out = np.array(spoiled[0][0])
     out[0, 0, 0, 0] += 1
-    (complaint,) = complaints_of_spoiled(problem, without, ((out, lse), spoiled[1]))
-    assert complaint.startswith(f"nan in {name} reaches out of other entries or heads: 1 of ")
+    (error,) = find_leaks(problem, without, ((out, lse), spoiled[1]))
+    assert error.startswith(f"nan in {name} reaches out of other entries or heads: 1 of ")
 
 
 @pytest.mark.parametrize("features", [*((each,) for each in FEATURES if each not in RINGS), ("extents", "odd_heads")])

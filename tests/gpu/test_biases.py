@@ -15,7 +15,7 @@ from natten_jax.performance import PASSES, tile_names
 from natten_jax.plan import devices
 from natten_jax.problem import problem_of
 from tests.execution.test_key_bias_columns import CASES
-from tests.fuzz.execution import complaints
+from tests.fuzz.execution import find_errors
 from tests.fuzz.features import draw_with
 from tests.ops.test_fitted_windows import CLAMPED_WITH_TABLES
 from tests.support.families import FAMILIES, Family, family_named
@@ -53,7 +53,7 @@ def test_biases_of_random_problems(name: str, feature: str) -> None:
     for start in range(0, _RANDOM_PROBLEMS, _AT_ONCE):
         numbers = range(start, start + _AT_ONCE)
         problems = [draw_with((feature,), family_named(name), ("fna",), 0, i, is_direct=True) for i in numbers]
-        wrong = {repr(problem): what for problem, what in zip(problems, complaints(problems), strict=True) if what}
+        wrong = {repr(problem): what for problem, what in zip(problems, find_errors(problems), strict=True) if what}
         assert not wrong
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import natten_jax
-from tests.fuzz.execution import complaints
+from tests.fuzz.execution import find_errors
 from tests.fuzz.problem import Fuzzed
 from tests.support import oracle
 from tests.support.families import BOUNDS, family_named
@@ -141,7 +141,7 @@ def test_tiles_and_windows_that_do_not_divide_the_layout(
 def test_batches_may_be_larger_than_a_grid_is_high() -> None:
     """The batch may exceed 65,535, the maximum extent of a CUDA grid in its y and z dimensions."""
     case = Case((8,), (3,), heads=2, head_dim=64)
-    assert complaints([Fuzzed("hopper", case, "bfloat16", 0, copies=65_537)]) == [[]]
+    assert find_errors([Fuzzed("hopper", case, "bfloat16", 0, copies=65_537)]) == [[]]
 
 
 def test_the_reduction_may_be_left_to_xla() -> None:

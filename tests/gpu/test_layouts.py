@@ -16,7 +16,7 @@ import pytest
 
 import natten_jax
 from natten_jax import na2d
-from tests.fuzz.execution import complaints
+from tests.fuzz.execution import find_errors
 from tests.fuzz.problem import Fuzzed, variants
 from tests.support.families import family_named
 from tests.support.problems import Case, both_passes
@@ -226,7 +226,7 @@ def test_windows_that_wrap(name: str, kernels: str) -> None:
     """Test default tiles and drawn tiles, in both 16-bit types."""
     case = _case(name).fitted(family_named(kernels))
     problems = [each for dtype in _HALVES for each in variants(Fuzzed(kernels, case, dtype, 0), 2)]
-    assert complaints(problems) == [[]] * len(problems)
+    assert find_errors(problems) == [[]] * len(problems)
 
 
 @pytest.mark.parametrize(("backend", "tiles"), [("cutlass-fna", SMALL), ("hopper-fna", {})])

@@ -61,7 +61,7 @@ def outcomes(platform: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def complaint(name: str, outcome: str) -> str | None:
+def mismatch(name: str, outcome: str) -> str | None:
     """Return an error message if the outcome of a case is wrong."""
     case = CASES[name][1]
     # A GPU error is a failure: it persists, and would make all later calls of the process fail.
@@ -79,8 +79,8 @@ def complaint(name: str, outcome: str) -> str | None:
 def test_malformed_calls(group: str) -> None:
     target, names = GROUPS[group]
     found = outcomes(target.platform, names)
-    complaints = [complaint(name, found[name]) for name in names]
-    assert not any(complaints), "\n".join(filter(None, complaints))
+    mismatches = [mismatch(name, found[name]) for name in names]
+    assert not any(mismatches), "\n".join(filter(None, mismatches))
 
 
 def test_every_target_of_the_build_is_tested_here() -> None:

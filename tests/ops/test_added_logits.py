@@ -18,7 +18,7 @@ import pytest
 
 import natten_jax
 from tests.fuzz.accuracy import excesses, expectation
-from tests.fuzz.execution import complaints_of_spoiled
+from tests.fuzz.execution import find_leaks
 from tests.fuzz.problem import Fuzzed, with_supported_terms
 from tests.fuzz.spoiled import BROKEN, HIDING, TIED, Spoiled
 from tests.support.families import Family
@@ -63,7 +63,7 @@ def problem_of(family: Family, case: Case, dtype: str) -> Fuzzed:
     return with_supported_terms(Fuzzed(family.name, case.with_edges_of(family), dtype, 3), family)
 
 
-def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
+def find_leaks_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
     """Run a problem once for each replacement in ``spoiled``, in one compiled program, and list wrong results."""
 
     run = jax.jit(both_passes(problem.case.operator(problem.backend)), compiler_options=QUICK_COMPILATION)
@@ -76,10 +76,10 @@ def complaints_of(problem: Fuzzed, spoiled: list[Spoiled]) -> list[str]:
         with_numbers = dataclasses.replace(problem, spoiled=each)
         without = results_of(with_numbers.inputs())
         if each.is_broken:
-            what = complaints_of_spoiled(with_numbers, without, results_of(with_numbers.spoiled_inputs()))
+            what = find_leaks(with_numbers, without, results_of(with_numbers.spoiled_inputs()))
         else:
             what = [str(excess) for excess in excesses(with_numbers, expectation(with_numbers), *without)]
-        found += [f"{each}: {complaint}" for complaint in what]
+        found += [f"{each}: {error}" for error in what]
     return found
 
 
@@ -94,7 +94,7 @@ def check(family: Family, case: Case, dtype: str, *, is_narrow: bool = False, wi
     ]
     if not spoiled:
         pytest.skip(f"{family.name} adds no such bias")
-    assert complaints_of(problem, spoiled) == []
+    assert find_leaks_of(problem, spoiled) == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -113,7 +113,7 @@ def test_one_rule_for_all_numbers(family: Family, name: str) -> None:
 )
 def test_rows_without_keys_are_zero_and_leave_no_trace_in_merges(family: Family, hidden: dict[str, Any]) -> None:
     """Check what the table of libraries in docs/numerics.md says about this package and about JAX."""
-    if not hidden.keys() <= set(family.capabilities.takes):
+    if not hidden.keys() <= set(family.capabilities.features):
         pytest.skip(f"{family.name} adds no such bias")
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8)).astype(family.dtype)
     hidden = {name: jnp.asarray(each, None if each.dtype == bool else family.dtype) for name, each in hidden.items()}

@@ -44,7 +44,7 @@ def test_fitted_windows_equal_windows_of_the_layout(family: Family) -> None:
 _WITH_TABLES = [
     pytest.param(each, id=each.name)
     for each in FAMILIES
-    if "relative_bias" in each.backend.capabilities.takes and not each.needs_gpu
+    if "relative_bias" in each.backend.capabilities.features and not each.needs_gpu
 ]
 #: Requested window arguments, and the equivalent problem with clamped windows. The relative bias table has the shape
 #: for the requested ``kernel_size``, which the problem has as ``table_size``.

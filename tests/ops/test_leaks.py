@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz.execution import complaints
+from tests.fuzz.execution import find_errors
 from tests.fuzz.problem import Fuzzed, draw
 from tests.fuzz.spoiled import EXTENTS, NAMES, NUMBERS, Spoiled
 from tests.support.families import Family
@@ -80,7 +80,7 @@ TOGETHER = (
 @pytest.mark.parametrize("names", TOGETHER, ids=("wide", "narrow", "short"))
 def test_non_finite_numbers_stay_in_their_entry(native_family: Family, dtype: str, names: tuple[str, ...]) -> None:
     problems = problems_of(native_family, dtype, list(names), is_direct=True)
-    found = [complaint for complaint in complaints(problems) if complaint]
+    found = [error for error in find_errors(problems) if error]
     assert not found
 
 
@@ -89,7 +89,7 @@ def test_non_finite_numbers_stay_in_their_entry_in_operators(family: Family, nam
     problems = problems_of(family, family.dtype, [name], is_direct=False)
     if family.capabilities.is_plain_jax:
         problems = problems[1:4]
-    found = [complaint for complaint in complaints(problems) if complaint]
+    found = [error for error in find_errors(problems) if error]
     assert not found
 
 
@@ -113,7 +113,7 @@ def test_other_entries_are_found_by_the_same_products(pure_family: Family) -> No
         )
         for array, number in itertools.product(("query", "key"), ("inf", "nan"))
     ]
-    found = [complaint for complaint in complaints(problems) if complaint]
+    found = [error for error in find_errors(problems) if error]
     assert not found
 
 
@@ -121,7 +121,5 @@ def test_random_problems_contain_non_finite_numbers_to_their_entry(native_family
     numbers = [draw(native_family, ("fna", "fmha"), 11, number, is_direct=True) for number in range(120)]
     problems = [problem for problem in numbers if problem.spoiled is not None]
     assert len(problems) > 10
-    found = [
-        (problem, complaint) for problem, complaint in zip(problems, complaints(problems), strict=True) if complaint
-    ]
+    found = [(problem, error) for problem, error in zip(problems, find_errors(problems), strict=True) if error]
     assert not found

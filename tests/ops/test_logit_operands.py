@@ -49,7 +49,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def taking(name: str) -> tuple[Family, ...]:
     """Return the families that support a bias and need no GPU."""
-    return tuple(family for family in FAMILIES if name in family.capabilities.takes and not family.needs_gpu)
+    return tuple(family for family in FAMILIES if name in family.capabilities.features and not family.needs_gpu)
 
 
 BOTH = [pytest.param(family, id=family.name) for family in taking("relative_bias")]
@@ -218,12 +218,12 @@ def test_backends_without_a_bias_give_the_reason_and_are_not_selected() -> None:
         for name in ("relative_bias", "key_bias"):
             asked = dataclasses.replace(problem, relative_bias=name == "relative_bias", key_bias=name == "key_bias")
             reason = backend.rejection(asked, device, "forward")
-            if name in backend.capabilities.takes:
+            if name in backend.capabilities.features:
                 assert reason == backend.rejection(problem, device, "forward") or name in str(reason)
             elif backend.rejection(problem, device, "forward") is None:
                 assert reason == f"it does not add {name} to logits"
             chosen = resolve(Request(asked), device, "forward").backend.family
-            assert name in next(each for each in backends.registered() if each.family == chosen).capabilities.takes
+            assert name in next(each for each in backends.registered() if each.family == chosen).capabilities.features
 
 
 def test_host_kernels_refuse_tables_too_large_to_count() -> None:
@@ -311,7 +311,7 @@ def assert_nearly_equal(found: jax.Array, expected: jax.Array, accumulator: str)
 
 @pytest.mark.usefixtures("_has_float64")
 def test_every_dtype_is_converted_to_the_accumulator(family: Family) -> None:
-    lacking = {"relative_bias", "key_bias"} - set(family.capabilities.takes)
+    lacking = {"relative_bias", "key_bias"} - set(family.capabilities.features)
     names = [name for name in SHAPES if name.split()[0] not in lacking]
     groups = [[name] for name in names]
     if not family.needs_gpu:  # GPU kernels may reject some combinations of operands

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from natten_jax.problem import Operator
-from tests.fuzz.execution import complaints
+from tests.fuzz.execution import find_errors
 from tests.fuzz.features import draw_with
 from tests.fuzz.problem import Fuzzed
 from tests.support.families import Family
@@ -39,5 +39,5 @@ def test_random_problems_with_a_feature(family: Family, features: tuple[str, ...
             pytest.skip(str(error))
     for start in range(0, len(problems), family.at_once):
         some = problems[start : start + family.at_once]
-        wrong = {repr(problem): what for problem, what in zip(some, complaints(some), strict=True) if what}
+        wrong = {repr(problem): what for problem, what in zip(some, find_errors(some), strict=True) if what}
         assert not wrong

@@ -236,7 +236,7 @@ def test_comparison_and_every_file(tmp_path: Path, profiler: Profiler, capsys: p
 def test_speedup_is_the_median_of_the_turns() -> None:
     result = profile(parse(f"-i 32 -d 8 -w 4 --backend flex-fna {FEW}".split()))
     ours = dataclasses.replace(result, device_times={0: (1.0, 2.0, 4.0)}, busiest=0)
-    theirs = dataclasses.replace(ours, options=result.options.for_baseline("xla"), device_times={0: (3.0, 2.0, 20.0)})
+    theirs = dataclasses.replace(ours, options=result.options.with_baseline("xla"), device_times={0: (3.0, 2.0, 20.0)})
     assert (ours.speedup_over(theirs), ours.flop_bound_over(theirs)) == (3.0, 8.0)
 
 

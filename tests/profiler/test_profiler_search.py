@@ -119,7 +119,7 @@ def fake_search(monkeypatch: pytest.MonkeyPatch, line: str, seconds: Any) -> tup
         return [[[Event("", "", "", 0.0, 1e9 * each.program.instructions["seconds"])]] * runs for each in launches]
 
     monkeypatch.setattr(search, "compile_workload", compile_workload)
-    monkeypatch.setattr(search, "capture_in_turns", capture)
+    monkeypatch.setattr(search, "capture_interleaved", capture)
     return optimize(parse(line.split())), compiled
 
 

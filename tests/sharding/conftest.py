@@ -17,7 +17,7 @@ def set_gains(
     """Return a function that replaces ``halos.gains``, which decides if a pass overlaps halo exchange with compute."""
 
     def forget() -> None:
-        halos.overlap_that_pays.cache_clear()
+        halos.profitable_overlap.cache_clear()
         jax.clear_caches()  # traced passes keep the previous decision
 
     def set_to(gains: Callable[..., bool]) -> None:

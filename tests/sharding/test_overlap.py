@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from natten_jax import na2d
 from natten_jax.arrays.boxes import elements_of, words_of
 from natten_jax.backends.select import resolve
-from natten_jax.cost_model.halos import NVLINK, overlap_that_pays
+from natten_jax.cost_model.halos import NVLINK, profitable_overlap
 from natten_jax.halo import bytes_received, halos_of
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan, Request
@@ -51,13 +51,13 @@ STRIDED_VIDEO = problem_of((30, 48, 80), (18, 24, 24), (16, 8, 8), heads=24, hea
 def test_overlap_pays_on_a_gpu(problem: Problem, parts: tuple[int, ...]) -> None:
     """Test that overlap is selected. On two H200, overlap reduced the time of one problem from 11.9 to 11.5 ms."""
     halos = halos_of(problem, parts)
-    assert all(overlap_that_pays(plan, halos) is not None for plan in plans(problem))
+    assert all(profitable_overlap(plan, halos) is not None for plan in plans(problem))
 
 
 def test_overlap_that_does_not_pay() -> None:
     small = problem_of((64, 64), 7, heads=1, head_dim=64, dtype="bfloat16")
     for parts in ((2, 1), (1, 1)):
-        assert all(overlap_that_pays(plan, halos_of(small, parts)) is None for plan in plans(small))
+        assert all(profitable_overlap(plan, halos_of(small, parts)) is None for plan in plans(small))
 
 
 def test_the_link_equals_the_measurement() -> None:
@@ -187,7 +187,7 @@ sharding = NamedSharding(mesh_of("Auto", x=4), P(None, "x"))
 tokens = jax.ShapeDtypeStruct((1, 256, 64, 2, 32), "float32", sharding=sharding)
 for overlaps in (False, True):
     halos.gains = lambda *_: overlaps
-    halos.overlap_that_pays.cache_clear()
+    halos.profitable_overlap.cache_clear()
     jax.clear_caches()
     lowered = jax.jit(functools.partial(gradients, size=13, tile=8)).lower(*[tokens] * 4)
     found = lowered.compile().memory_analysis()

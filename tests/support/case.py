@@ -101,7 +101,7 @@ class Case:
     def is_padded(self) -> bool:
         return self.extents is not None or self.query_lengths is not None
 
-    def entry_facts(self) -> list[tuple[Shape, Shape]]:
+    def entry_boxes(self) -> list[tuple[Shape, Shape]]:
         """Return the query origin and the valid extents of each batch entry, with defaults filled in."""
         origins = self.origins or ((0,) * self.rank,)
         origins = origins if len(origins) == self.batch else origins * self.batch
@@ -111,7 +111,7 @@ class Case:
         """Return a mask of the keys that are not padding, ``[batch, *layout]``."""
         indices = np.indices(self.layout)
         return np.stack(
-            [np.all([i < n for i, n in zip(indices, real, strict=True)], axis=0) for _, real in self.entry_facts()]
+            [np.all([i < n for i, n in zip(indices, real, strict=True)], axis=0) for _, real in self.entry_boxes()]
         )
 
     def real_queries(self) -> np.ndarray:
@@ -125,7 +125,7 @@ class Case:
                 np.all(
                     [first + i // f < n for i, f, first, n in zip(indices, finer, origin, real, strict=True)], axis=0
                 )
-                for origin, real in self.entry_facts()
+                for origin, real in self.entry_boxes()
             ]
         )
 
@@ -188,7 +188,7 @@ class Case:
     def mask(self) -> np.ndarray:
         """Return the oracle's visibility ``[query tokens, key tokens]``, with a batch axis if masks can differ."""
         if self.is_placed:
-            return np.stack([self._mask_of_entry(i, *facts) for i, facts in enumerate(self.entry_facts())])
+            return np.stack([self._mask_of_entry(i, *facts) for i, facts in enumerate(self.entry_boxes())])
         if self.queries is not None:
             return oracle.attention_mask(self.queries, self.layout[0], self.causal[0])
         return oracle.neighborhood_mask(self.layout, **self.window_arguments)
@@ -291,7 +291,7 @@ class Case:
         by_query = found.reshape(*self.layout, -1)
         boxes = [
             by_query[tuple(slice(a, a + n) for a, n in zip(origin, self.query_layout, strict=True))]
-            for origin, _ in self.entry_facts()
+            for origin, _ in self.entry_boxes()
         ]
         return np.stack(boxes).reshape(self.batch, -1, found.shape[1])
 

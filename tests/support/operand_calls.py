@@ -225,7 +225,7 @@ def cases_of(family: Family) -> Mapping[str, OperandCall]:
     return {
         name: call
         for name, call in CALLS.items()
-        if ("relative_bias" not in call.operands or call.is_plain or "relative_bias" in family.capabilities.takes)
+        if ("relative_bias" not in call.operands or call.is_plain or "relative_bias" in family.capabilities.features)
         and (not call.is_plain or family.name == "flex")
     }
 

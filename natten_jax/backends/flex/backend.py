@@ -58,7 +58,7 @@ class FlexBackend(PureJaxBackend):
         converts_float8_to="bfloat16",
         edges=EDGES,
         used_arguments=("backward_deterministic",),  # every run is deterministic
-        takes=("own_extents", "relative_bias", "key_bias", "additional_kv"),
+        features=("own_extents", "relative_bias", "key_bias", "additional_kv"),
         is_plain_jax=True,
         is_slow_fallback=True,
         residual_width=len(Rows._fields),
@@ -84,10 +84,10 @@ class FlexBackend(PureJaxBackend):
         _, cut = swept(step, None, (over.positions, over.sweep.cut_outer(operands.inputs.query)))
         # Concatenate the three arrays before `join_outer`, which then transposes one array instead of three.
         joined = over.sweep.join_outer(jnp.concatenate(jax.tree.leaves(cut), axis=-1), problem.heads)
-        softmax = over.or_nan_for_parts(Softmax(joined[..., :1], joined[..., 1:2], joined[..., 2:]))
+        softmax = over.nan_if_invalid(Softmax(joined[..., :1], joined[..., 1:2], joined[..., 2:]))
         assert softmax.mixed is not None
-        steepness = over.products.factors_per_token(over.products.steepness, problem.rank)
-        total, lse = softmax.total, steepness * softmax.maximum + jnp.log(softmax.total)
+        logit_scale = over.products.factors_per_token(over.products.logit_scale, problem.rank)
+        total, lse = softmax.total, logit_scale * softmax.maximum + jnp.log(softmax.total)
         if operands.is_placed or problem.biases:
             # A row sees no local key if all its keys are hidden (masked out) or on other devices, or if the row is
             # padding.
@@ -272,11 +272,11 @@ def _by_query(
     cut = map(sweep.cut_outer, (inputs.query, *rows_and_terms))
     zeros = _zeros_like(_Sums(None if additional is None else additional[:2], over.tables), products, operands)
     sums, (query, additional_softmax) = swept(step, zeros, (over.positions, *cut))
-    query_products = over.or_nan_for_parts(sweep.join_outer(query, problem.heads))
+    query_products = over.nan_if_invalid(sweep.join_outer(query, problem.heads))
     scale = None
     if inputs.scale is not None:
         scale = products_of_heads(query_products, products.cast(inputs.query))
-    tables = None if sums.tables is None else over.or_nan_for_parts(sums.tables)
+    tables = None if sums.tables is None else over.nan_if_invalid(sums.tables)
     found = Gradients._make([None] * len(Gradients._fields))._replace(
         query=products.factors_per_token(products.factors, problem.rank) * query_products,
         scale=scale,
@@ -286,7 +286,7 @@ def _by_query(
         return found, None
     assert inputs.additional_keys is not None
     joined = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), additional_softmax)
-    additional_sums = over.or_nan_for_parts((products.scale * sums.additional[0], sums.additional[1]))
+    additional_sums = over.nan_if_invalid((products.scale * sums.additional[0], sums.additional[1]))
     key_gradients, value_gradients = (untiled(each, inputs.additional_keys.shape[1]) for each in additional_sums)
     return found._replace(additional_keys=key_gradients, additional_values=value_gradients), joined
 
@@ -328,4 +328,4 @@ def _by_key(
     _, (key, value, key_bias_sums) = swept(step, None, tiles)
     key, value = (sweep.join_outer(array, problem.heads_kv) for array in (key, value))
     key_bias = None if key_bias_sums is None else sweep.join_outer(key_bias_sums, problem.heads)
-    return over.or_nan_for_parts((products.scale * key, value, key_bias))
+    return over.nan_if_invalid((products.scale * key, value, key_bias))

@@ -203,7 +203,7 @@ def largest_hull(axis: Axis, tile: int, outer_is_query: bool, is_aligned: bool) 
     return largest
 
 
-def largest_hull_of_any_layout(axis: Axis, tile: int, outer_is_query: bool) -> int:
+def largest_hull_bound(axis: Axis, tile: int, outer_is_query: bool) -> int:
     """Return an upper bound of :func:`largest_hull` for layouts of any extent, with tiles that start at any token.
 
     The layout is assumed to be at least as long as a window. The distance between the first keys of two windows is at
@@ -461,7 +461,7 @@ class Sweep:
         loaded = lax.gather(view, starts, numbers, slice_sizes=sizes, mode="promise_in_bounds")
         return loaded.reshape(-1, batch, self.heads_kv, heads // self.heads_kv * self.inner_tokens, width)
 
-    def put(
+    def store(
         self,
         scatter: Callable[..., jax.Array],
         array: Split,
@@ -476,13 +476,13 @@ class Sweep:
         """
         batch, heads, *_, width = array.shape
         view, starts, extents, dimensions = self._inner_tiles(array, positions, inner_step)
-        tokens = [self.inner_tokens] if self._goes_around else extents[::2]
+        tokens = [self.inner_tokens] if self._may_wrap else extents[::2]
         update = update.reshape(-1, batch, heads, *tokens, width)
         numbers = lax.ScatterDimensionNumbers(*dimensions)
         return scatter(view, starts, update, numbers, mode="promise_in_bounds").reshape(array.shape)
 
     @property
-    def _goes_around(self) -> bool:
+    def _may_wrap(self) -> bool:
         """True if inner tiles may wrap around the end of a dimension. Such a tile is not a slice of the array."""
         return any(axis.period is not None for axis in self.axes)
 
@@ -498,7 +498,7 @@ class Sweep:
         """
         rank = len(self.axes)
         corners = positions.corners if self.inner_steps == 1 else positions.corners + self._first_inner(inner_step)
-        if not self._goes_around:
+        if not self._may_wrap:
             extents = [n for axis in self.axes for n in (axis.inner_tile, 1)]
             result_dims, dropped = tuple(range(1, rank + 4)), tuple(range(3, 2 * rank + 2, 2))
             return array, corners, extents, (result_dims, dropped, tuple(range(2, 2 * rank + 2)))
@@ -563,7 +563,7 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
         outer_length, inner_length = (-(-x // axis.dilation) for x in (extents if outer_is_query else extents[::-1]))
         outer_tile = min(outer_tile, outer_length)
         if problem.own_extents:
-            hulls = [largest_hull_of_any_layout(axis, outer_tile, outer_is_query)] * 2
+            hulls = [largest_hull_bound(axis, outer_tile, outer_is_query)] * 2
         else:
             hulls = [largest_hull(axis, outer_tile, outer_is_query, is_aligned) for is_aligned in (False, True)]
         if axis.edges != "wrap":

@@ -105,7 +105,7 @@ class PlacedSweep:
         tables = operands.inputs.relative_bias
         self.tables = None if tables is None else tables.reshape(*tables.shape[:2], *problem.bias_shape)
         dimensions = slice(3 - problem.rank, None)
-        origins, layout = operands.with_origins_alone().origins, None
+        origins, layout = operands.with_layouts_as_origins().origins, None
         self.origins = None if origins is None else origins[:, dimensions].astype(jnp.int32)
         if problem.own_extents and operands.layouts is not None:
             layout = operands.layouts[0, 1:, dimensions].astype(jnp.int32)
@@ -201,7 +201,7 @@ class PlacedSweep:
         """
         return functools.partial(self.sweep.is_seen, positions) if self.problem.own_extents else None
 
-    def or_nan_for_parts(self, results: _Tree) -> _Tree:
+    def nan_if_invalid(self, results: _Tree) -> _Tree:
         """Return the results unchanged, or NaN if they are invalid.
 
         In some dimensions, the number of inner steps is valid only for arrays that begin at the layout's first token
@@ -375,20 +375,20 @@ class KeySweep(PlacedSweep):
                 mask = sweep.mask(positions, inner_step)
                 scores = jnp.where(mask, products.scores(query, key, bias), -jnp.inf)
                 largest = jnp.where(is_second, -jnp.inf, scores.max(axis=-1, keepdims=True))
-                maxima = sweep.put(lax.scatter_max, maxima, positions, inner_step, largest)
+                maxima = sweep.store(lax.scatter_max, maxima, positions, inner_step, largest)
                 maximum = sweep.load(maxima, positions, inner_step)
                 added = exponentials(products, scores, maximum).sum(axis=-1, keepdims=True)
                 added = jnp.where(is_second, added, 0)
-                return maxima, sweep.put(lax.scatter_add, totals, positions, inner_step, added)
+                return maxima, sweep.store(lax.scatter_add, totals, positions, inner_step, added)
 
             return repeated(sweep.inner_steps, visit, carry)
 
         carry = varying_like((start, no_total), (self.operands, known))
         maximum, total = lax.fori_loop(0, known.rounds(2 * sweep.steps), step, carry)
         if additional_softmax is not None:
-            steepness = products.steepness
-            if isinstance(steepness, jax.Array):
-                steepness = steepness.reshape(*steepness.shape, *(1,) * (start.ndim - 2))
-            total += additional_softmax.total * jnp.exp(steepness * (start - reference(maximum)))
+            logit_scale = products.logit_scale
+            if isinstance(logit_scale, jax.Array):
+                logit_scale = logit_scale.reshape(*logit_scale.shape, *(1,) * (start.ndim - 2))
+            total += additional_softmax.total * jnp.exp(logit_scale * (start - reference(maximum)))
         found = jnp.concatenate(Softmax(maximum, total, None).rows, axis=-1)
         return jnp.where(known.is_unreliable, found, given)

@@ -2,7 +2,7 @@
 
 - A *row* is a query of one head.
 - A *score* is the product of query and key times the sign of the scale. In calls with biases, it is the biased logit.
-- A logit is the score times the *steepness*: the magnitude of the scale, or 1 in calls with biases.
+- A logit is the score times the *logit scale*: the magnitude of the scale, or 1 in calls with biases.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Products:
         # Products of 16-bit operands can use reduced precision: TF32 represents float16 and bfloat16 values exactly,
         # and a bfloat16 pass represents bfloat16 values exactly. Reduced precision would round float32 operands, which
         # therefore use full precision unless the user chose a precision.
-        is_chosen = problem.element.bytes == 2 or plan.precision is not None
-        self._precision = None if is_chosen else lax.Precision.HIGHEST
+        uses_default = problem.element.bytes == 2 or plan.precision is not None
+        self._precision = None if uses_default else lax.Precision.HIGHEST
 
     def cast(self, array: jax.Array) -> jax.Array:
         """Convert an array to the element type of the computation."""
@@ -59,7 +59,7 @@ class Products:
         return self.scale if self._scales is None else self._scales
 
     @property
-    def steepness(self) -> _Factors:
+    def logit_scale(self) -> _Factors:
         """Ratio of logits to scores; not negative."""
         if self.adds:
             return 1.0
@@ -98,14 +98,14 @@ class Products:
     def with_constant_maximum(self, rows: Rows) -> Rows:
         """Return row statistics that make the maximum logit of each row a constant when JAX differentiates weights.
 
-        The maximum logit is the maximum score times the steepness. It therefore depends on the scale of the head, which
-        JAX may differentiate. The function subtracts an expression with the value 0 from ``log_total``. The derivative
-        of this expression with respect to the scale cancels the derivative of the maximum logit.
+        The maximum logit is the maximum score times the logit scale. It therefore depends on the scale of the head,
+        which JAX may differentiate. The function subtracts an expression with the value 0 from ``log_total``. The
+        derivative of this expression with respect to the scale cancels the derivative of the maximum logit.
         """
         if self._scales is None or self.adds:
             return rows
-        steepness = self.factors_per_row(self.steepness, rows.maximum.shape[-2])
-        change = (steepness - lax.stop_gradient(steepness)) * reference(rows.maximum)
+        logit_scale = self.factors_per_row(self.logit_scale, rows.maximum.shape[-2])
+        change = (logit_scale - lax.stop_gradient(logit_scale)) * reference(rows.maximum)
         return Rows(rows.maximum, rows.log_total - change)
 
     def scores(self, query: RowTiles, key: TokenTiles, bias: PairTiles | None = None) -> PairTiles:
@@ -176,8 +176,8 @@ class Softmax(NamedTuple):
         """Return the softmax updated with further keys; :func:`softmax_weights` describes ``carries_plan``."""
         scores = jnp.where(mask, products.scores(query, key, bias), -jnp.inf)
         maximum = jnp.maximum(self.maximum, scores.max(axis=-1, keepdims=True))
-        steepness = products.factors_per_row(products.steepness, scores.shape[-2])
-        decay = jnp.where(self.maximum == -jnp.inf, 0, jnp.exp(steepness * (self.maximum - reference(maximum))))
+        logit_scale = products.factors_per_row(products.logit_scale, scores.shape[-2])
+        decay = jnp.where(self.maximum == -jnp.inf, 0, jnp.exp(logit_scale * (self.maximum - reference(maximum))))
         weights = exponentials(products, scores, maximum, carries_plan=carries_plan)
         total = self.total * decay + weights.sum(axis=-1, keepdims=True)
         mixed = self.mixed
@@ -200,9 +200,9 @@ class Rows(NamedTuple):
 
 def exponentials(products: Products, scores: PairTiles, maximum: PerRow, *, carries_plan: bool = False) -> PairTiles:
     """Compute ``exp(logit - largest logit)``, given the largest score ``maximum``; 0 for masked keys."""
-    # Mask the logits in addition to the scores: a steepness of 0 turns a score of -inf into NaN.
-    steepness = products.factors_per_row(products.steepness, scores.shape[-2])
-    return _exp(jnp.where(scores != -jnp.inf, steepness * (scores - reference(maximum)), -jnp.inf), carries_plan)
+    # Mask the logits in addition to the scores: a logit scale of 0 turns a score of -inf into NaN.
+    logit_scale = products.factors_per_row(products.logit_scale, scores.shape[-2])
+    return _exp(jnp.where(scores != -jnp.inf, logit_scale * (scores - reference(maximum)), -jnp.inf), carries_plan)
 
 
 def softmax_weights(
@@ -220,8 +220,8 @@ def softmax_weights(
     If ``carries_plan`` is True, the plan is attached to the exponential as metadata. Callers set it in one sweep of a
     pass. The plan is attached to an exponential because XLA keeps exponentials in the compiled program.
     """
-    steepness = products.factors_per_row(products.steepness, query.shape[-2])
-    below = steepness * (products.scores(query, key, bias) - reference(rows.maximum))
+    logit_scale = products.factors_per_row(products.logit_scale, query.shape[-2])
+    below = logit_scale * (products.scores(query, key, bias) - reference(rows.maximum))
     # Clip the difference to at most 0: recomputed scores are rounded differently from the scores of the sweep that
     # found the maximum, and may exceed it if they are large.
     below = below - lax.stop_gradient(jnp.maximum(below, 0))
@@ -262,8 +262,8 @@ class KnownRows(NamedTuple):
         """
         if residuals is None:
             per_row = (*operands.inputs.query.shape[:-1], 1)
-            nothing = varying_like(jnp.zeros(per_row, products.dtype), operands)
-            return cls(Rows(nothing, nothing), varying_like(jnp.array(True), operands))
+            zeros = varying_like(jnp.zeros(per_row, products.dtype), operands)
+            return cls(Rows(zeros, zeros), varying_like(jnp.array(True), operands))
         operands, residuals = lax.stop_gradient((operands, residuals))
         return cls(Rows(residuals[..., :1], residuals[..., 1:]), _may_be_large(products.constant(), operands))
 

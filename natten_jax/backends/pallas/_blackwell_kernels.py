@@ -36,7 +36,7 @@ from natten_jax.plan.plan import Plan
 
 #: Number of slots in shared memory for boxes of keys. Boxes of values have equally many slots.
 STAGES = 2
-_SUMS_AT_A_TIME = 32  # columns of the weighted sums of values that are in registers at a time
+_RESCALED_COLUMNS = 32  # columns of the weighted sums of values that are in registers at a time
 #: Number of warpgroups that share a matrix of logits; each warpgroup owns half of the columns.
 HALVES = 2
 _COLUMNS = KEYS // HALVES
@@ -152,17 +152,17 @@ class ForwardBlock:
         owned = owned_queries(call, number, self.tables)
         for half in range(call.halves):
             gpu.wait_if(items > 0, memory.query_is_out.at[half])
-            place = gpu.query_tile_origin(call, owned.item, half)
-            gpu.copy_in(call.queries, call.half_tile, place, query, memory.query.at[half], memory.query_is_in.at[half])
+            origin = gpu.query_tile_origin(call, owned.item, half)
+            gpu.copy_in(call.queries, call.half_tile, origin, query, memory.query.at[half], memory.query_is_in.at[half])
 
         def load(number: Scalar, none: None) -> None:
-            slot, place = _slot(before + number), owned.pair(number).keys
+            slot, origin = _slot(before + number), owned.pair(number).keys
             for source, tiles, is_in, is_out in (
                 (key, memory.key, memory.key_is_in, memory.key_is_out),
                 (value, memory.value, memory.value_is_in, memory.value_is_out),
             ):
                 gpu.wait_if(before + number >= STAGES, is_out.at[slot])
-                gpu.copy_in(call.keys, call.box, place, source, tiles.at[slot], is_in.at[slot])
+                gpu.copy_in(call.keys, call.box, origin, source, tiles.at[slot], is_in.at[slot])
 
         jax.lax.fori_loop(0, owned.count, load, None)
         return items + 1, before + owned.count
@@ -267,9 +267,9 @@ class ForwardBlock:
         were issued before the product that computes these logits.
         """
         mixed = self.memory.mixed[half]
-        for first in range(0, mixed.shape[1], _SUMS_AT_A_TIME):  # the registers cannot store all columns
-            part = mixed.at[:, pl.ds(first, _SUMS_AT_A_TIME)]
-            plgpu.async_store_tmem(part, gpu.load_matrix(part) * gpu.columns(change, _SUMS_AT_A_TIME))
+        for first in range(0, mixed.shape[1], _RESCALED_COLUMNS):  # the registers cannot store all columns
+            part = mixed.at[:, pl.ds(first, _RESCALED_COLUMNS)]
+            plgpu.async_store_tmem(part, gpu.load_matrix(part) * gpu.columns(change, _RESCALED_COLUMNS))
 
     def _write(self, item: Item, half: int, total: jax.Array) -> None:
         """Divide the weighted sums of a half by ``total``, and start to copy the quotients to the output.
@@ -387,13 +387,13 @@ class Owned(NamedTuple):
 
     Attributes:
         item: The work item.
-        place: Position of the tile in its array.
+        origin: Position of the tile in its array.
         count: Number of pairs of the owned tile and a visited tile.
         pair: Function that returns the pair with a given number.
     """
 
     item: Item
-    place: gpu.TileOrigin
+    origin: gpu.TileOrigin
     count: Scalar
     pair: Callable[[Scalar], Pair]
 
@@ -402,8 +402,8 @@ def owned_queries(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     """Return the query tile that an item owns, paired with the boxes of keys that the tile visits."""
     item = call.item(number)
     boxes = Boxes.for_item(call, item, tables)
-    place = gpu.query_tile_origin(call, item)
-    return Owned(item, place, boxes.count, lambda pair: Pair(boxes, item, boxes.first(pair)))
+    origin = gpu.query_tile_origin(call, item)
+    return Owned(item, origin, boxes.count, lambda pair: Pair(boxes, item, boxes.first(pair)))
 
 
 def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
@@ -414,8 +414,8 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
     # All query tiles of a dilation group visit keys of the same dilation group. Therefore, read the group of the keys
     # from the row of query tile 0.
     boxes = Boxes.for_item(call, item._replace(tile=(0,) * KERNEL_RANK), box_tables)
-    place = _key_tile_origin(boxes, item.batch, item.head, first_key)
-    firsts, counts = zip(*call.seeing(tile_tables, item.group, item.tile), strict=True)
+    origin = _key_tile_origin(boxes, item.batch, item.head, first_key)
+    firsts, counts = zip(*call.visitors(tile_tables, item.group, item.tile), strict=True)
     tiles_of_head = math.prod(counts[1:], start=counts[0])
 
     def pair(number: Scalar) -> Pair:
@@ -424,7 +424,7 @@ def owned_keys(call: Call, number: Scalar, tables: Sequence[Any]) -> Owned:
         queries = Item(item.batch, item.head * call.group_heads + head, item.group, tile)
         return Pair(Boxes.for_item(call, queries, box_tables), queries, first_key)
 
-    return Owned(item, place, tiles_of_head * call.group_heads, pair)
+    return Owned(item, origin, tiles_of_head * call.group_heads, pair)
 
 
 def _key_tile_origin(boxes: Boxes, batch: Scalar, head: Scalar, first: Sequence[Scalar]) -> gpu.TileOrigin:
@@ -455,7 +455,7 @@ def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> d
 
     - ``owned_is_in``: the owned tiles have been copied to shared memory.
     - ``owned_is_out``: the results have been copied from the shared memory of the owned tiles.
-    - ``other_is_in``, per slot: the visited tiles have been copied to shared memory.
+    - ``visited_is_in``, per slot: the visited tiles have been copied to shared memory.
     - ``other_is_out``, per slot: the products with the visited tiles are complete.
     - ``logits_are_in``: ``logits`` and ``products`` are complete.
     - ``gradients_are_in``: ``gradients`` and ``weights`` are complete, and ``logits`` and ``products`` have been read.
@@ -479,7 +479,7 @@ def backward_memory(call: Call, dtype: Any, slots: int, *, owns_keys: bool) -> d
         "sums": [plgpu.TMEM((ROWS, lines.width), jnp.float32)] * (2 if owns_keys else 1),
         "owned_is_in": gpu.barriers(1, copies[0]),
         "owned_is_out": gpu.barriers(1, HALVES),
-        "other_is_in": gpu.barriers(slots, copies[1]),
+        "visited_is_in": gpu.barriers(slots, copies[1]),
         "other_is_out": gpu.barriers(slots, for_products=True),
         "logits_are_in": gpu.barriers(1, for_products=True),
         "gradients_are_in": gpu.barriers(1, HALVES, for_products=True),
@@ -548,23 +548,23 @@ class BackwardBlock:
         gpu.wait_if(items > 0, memory.owned_is_out)
         copies = self._copy_queries, self._copy_keys
         copy_owned, copy_other = reversed(copies) if self.owns_keys else copies
-        copy_owned(owned.place, 0, memory.owned_is_in)
+        copy_owned(owned.origin, 0, memory.owned_is_in)
 
         def load(number: Scalar, none: None) -> None:
             slot, pair = self._slot(before + number), owned.pair(number)
             gpu.wait_if(before + number >= self.slots, memory.other_is_out.at[slot])
-            copy_other(pair.queries if self.owns_keys else pair.keys, slot, memory.other_is_in.at[slot])
+            copy_other(pair.queries if self.owns_keys else pair.keys, slot, memory.visited_is_in.at[slot])
 
         jax.lax.fori_loop(0, owned.count, load, None)
         return items + 1, before + owned.count
 
-    def _copy_queries(self, place: gpu.TileOrigin, slot: Scalar, barrier: Any) -> None:
+    def _copy_queries(self, origin: gpu.TileOrigin, slot: Scalar, barrier: Any) -> None:
         for source, tiles in zip(self.arrays[:2], (self.memory.query, self.memory.out_gradient), strict=True):
-            gpu.copy_in(self.call.queries, self.call.half_tile, place, source, tiles.at[slot], barrier)
+            gpu.copy_in(self.call.queries, self.call.half_tile, origin, source, tiles.at[slot], barrier)
 
-    def _copy_keys(self, place: gpu.TileOrigin, slot: Scalar, barrier: Any) -> None:
+    def _copy_keys(self, origin: gpu.TileOrigin, slot: Scalar, barrier: Any) -> None:
         for source, tiles in zip(self.arrays[2:], (self.memory.key, self.memory.value), strict=True):
-            gpu.copy_in(self.call.keys, self.call.box, place, source, tiles.at[slot], barrier)
+            gpu.copy_in(self.call.keys, self.call.box, origin, source, tiles.at[slot], barrier)
 
     def drain(self, state: Sequence[Scalar]) -> None:
         """Wait until the last products and copies of the thread block are complete."""
@@ -583,7 +583,7 @@ class BackwardBlock:
 
         def begin(number: Scalar) -> None:
             slot = self._slot(before + number)
-            gpu.wait(memory.other_is_in.at[slot])
+            gpu.wait(memory.visited_is_in.at[slot])
             self._multiply_logits(*((slot, 0) if self.owns_keys else (0, slot)))
 
         def finish(number: Scalar) -> None:
@@ -722,7 +722,7 @@ class BackwardBlock:
             plgpu.store(tiles.at[0, block], part.astype(tiles.dtype), optimized=False)
         plgpu.commit_smem()
         for _, _, tiles, result, block in parts:
-            gpu.copy_out(lines, shape, owned.place, {block: tiles.at[0, block]}, result)
+            gpu.copy_out(lines, shape, owned.origin, {block: tiles.at[0, block]}, result)
 
 
 def _half_columns(half: int) -> Any:

@@ -202,65 +202,65 @@ def query_tile_origin(call: Call, item: Item, half: int = 0) -> TileOrigin:
     return TileOrigin(item.batch, item.group, first, call.queries.column(item.group[-1], item.head))
 
 
-def copy_in(lines: Lines, shape: Sequence[int], place: TileOrigin, source: Any, tile: Any, barrier: Any) -> None:
+def copy_in(lines: Lines, shape: Sequence[int], origin: TileOrigin, source: Any, tile: Any, barrier: Any) -> None:
     """Start asynchronous copies of a tile from an array to shared memory.
 
     Args:
         lines: Layout of the array.
         shape: Tokens of the tile along each dimension.
-        place: Position of the tile in the array.
+        origin: Position of the tile in the array.
         source: Reference to the array.
         tile: Reference to shared memory, ``[blocks, tokens, block]``.
         barrier: Barrier at which each copy arrives when it is complete.
     """
 
     def copy(x: Scalar, y: Scalar, rows: Any) -> None:
-        line = lines.line(place.batch, (x, y))
+        line = lines.line(origin.batch, (x, y))
         for block in range(lines.blocks):
-            piece = source.at[line, _tokens(shape, place), place.column + block]
+            piece = source.at[line, _tokens(shape, origin), origin.column + block]
             plgpu.copy_gmem_to_smem(piece, tile.at[block, rows], barrier)
 
-    _for_each_piece(lines, shape, place, copy)
+    _for_each_piece(lines, shape, origin, copy)
 
 
-def copy_out(lines: Lines, shape: Sequence[int], place: TileOrigin, blocks: dict[int, Any], target: Any) -> None:
+def copy_out(lines: Lines, shape: Sequence[int], origin: TileOrigin, blocks: dict[int, Any], target: Any) -> None:
     """Start asynchronous copies of a tile, except its padding, from shared memory to an array.
 
     Args:
         lines: Layout of the array.
         shape: Tokens of the tile along each dimension.
-        place: Position of the tile in the array.
+        origin: Position of the tile in the array.
         blocks: References to shared memory, ``[tokens, block]``, by index of the block in the head dimension.
         target: Reference to the array.
     """
 
     def copy(x: Scalar, y: Scalar, rows: Any) -> None:
-        @pl.when((x < lines.extents[0]) & (y < lines.extents[1]) & (place.first[-1] < lines.length))
+        @pl.when((x < lines.extents[0]) & (y < lines.extents[1]) & (origin.first[-1] < lines.length))
         def _() -> None:
-            line = lines.line(place.batch, (x, y))
+            line = lines.line(origin.batch, (x, y))
             for block, tile in blocks.items():
-                piece = target.at[line, _tokens(shape, place), place.column + block]
+                piece = target.at[line, _tokens(shape, origin), origin.column + block]
                 plgpu.copy_smem_to_gmem(tile.at[rows], piece)
 
-    _for_each_piece(lines, shape, place, copy)
+    _for_each_piece(lines, shape, origin, copy)
 
 
-def _tokens(shape: Sequence[int], place: TileOrigin) -> Any:
+def _tokens(shape: Sequence[int], origin: TileOrigin) -> Any:
     """Return the slice of the tile's tokens in a line.
 
     The start is computed as a product with ``PIECE``, which shows the compiler that it is a multiple of ``PIECE``.
     """
-    return pl.ds(jax.lax.div(place.first[-1], np.int32(PIECE)) * PIECE, shape[-1])
+    return pl.ds(jax.lax.div(origin.first[-1], np.int32(PIECE)) * PIECE, shape[-1])
 
 
-def _for_each_piece(lines: Lines, shape: Sequence[int], place: TileOrigin, copy: Callable[..., None]) -> None:
+def _for_each_piece(lines: Lines, shape: Sequence[int], origin: TileOrigin, copy: Callable[..., None]) -> None:
     """Call ``copy`` for each piece of a tile; a piece consists of the tokens in one line.
 
     The arguments of ``copy`` are the first two coordinates of the line, and the slice of the piece's rows in the tile.
     """
 
     def visit(piece: Scalar, none: None) -> None:
-        offsets = zip(place.group, place.first, divided(piece, shape[1]), lines.dilation, strict=False)
+        offsets = zip(origin.group, origin.first, divided(piece, shape[1]), lines.dilation, strict=False)
         x, y = (group + (first + at) * dilation for group, first, at, dilation in offsets)
         copy(x, y, pl.ds(piece * shape[-1], shape[-1]))
 

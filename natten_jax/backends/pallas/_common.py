@@ -152,7 +152,7 @@ class Visits:
         return self._numpy.stack([getattr(self, name) for name in columns], axis=-1).astype(np.int32)
 
     @functools.cached_property
-    def seeing(self) -> Table:
+    def visitors(self) -> Table:
         """``[groups, kv_tiles, 2]``. Range of query tiles that visit each key tile: first tile, and number of tiles.
 
         The range may include query tiles that see no key of the key tile. Groups are dilation groups of queries.
@@ -181,11 +181,11 @@ class Visits:
     def most_tiles(self) -> int:
         """Maximum number of query tiles that visit a key tile; an upper bound if tables are computed at run time."""
         if self._numpy is np:
-            return int(self.seeing[..., 1].max())
+            return int(self.visitors[..., 1].max())
         # Near an edge, windows are shifted inwards: the distance from a query to a key grows by up to half a window.
         window = self.axis.kernel_size + self.axis.stride + self.axis.kernel_size // 2
-        seeing = window + self.box + self.q_tile
-        return -(-min(self.q_tiles * self.q_tile, seeing) // self.q_tile)
+        reach = window + self.box + self.q_tile
+        return -(-min(self.q_tiles * self.q_tile, reach) // self.q_tile)
 
     @property
     def _numpy(self) -> ModuleType:
@@ -287,10 +287,10 @@ class StaticCall:
 
     @functools.cached_property
     def tile_tables(self) -> list[jax.Array]:
-        """Tables of the query tiles that visit each key tile: per dimension, a flattened :attr:`Visits.seeing`."""
-        return [jnp.asarray(visits.seeing).reshape(-1) for visits in self.visits]
+        """Tables of the query tiles that visit each key tile: per dimension, a flattened :attr:`Visits.visitors`."""
+        return [jnp.asarray(visits.visitors).reshape(-1) for visits in self.visits]
 
-    def seeing(self, tables: Sequence[Any], group: Sequence[Scalar], tile: Sequence[Scalar]) -> list[tuple[Any, Any]]:
+    def visitors(self, tables: Sequence[Any], group: Sequence[Scalar], tile: Sequence[Scalar]) -> list[tuple[Any, Any]]:
         """Return, per dimension, the first query tile that visits a key tile, and the number of such query tiles.
 
         Args:

@@ -110,9 +110,9 @@ def steps(call: Call) -> list[int]:
 
 
 def query_spec(call: Call, width: int) -> pl.BlockSpec:
-    def index(place: GridIndices, _: Any) -> tuple[Any, ...]:
-        first, last = call.block_of(place.head)
-        return first, place.group, *place.tile, last
+    def index(cell: GridIndices, _: Any) -> tuple[Any, ...]:
+        first, last = call.block_of(cell.head)
+        return first, cell.group, *cell.tile, last
 
     return spec((call.together, None, *call.queries.tile, width), index)
 
@@ -120,8 +120,8 @@ def query_spec(call: Call, width: int) -> pl.BlockSpec:
 def rows_spec(call: Call, count: int) -> pl.BlockSpec:
     """Return the block spec, ``[count, rows]``, of the statistics of a query tile's rows."""
 
-    def index(place: GridIndices, _: Any) -> tuple[Any, ...]:
-        return *call.block_of(place.head), place.group, *place.tile, 0, 0
+    def index(cell: GridIndices, _: Any) -> tuple[Any, ...]:
+        return *call.block_of(cell.head), cell.group, *cell.tile, 0, 0
 
     return spec((call.together, *(None,) * 5, count, call.rows), index)
 
@@ -133,10 +133,10 @@ def box_spec(call: Call, width: int) -> pl.BlockSpec:
     index.
     """
 
-    def index(place: GridIndices, tables: Sequence[Any]) -> tuple[Scalar, ...]:
-        x, y, z = (box.first for box in key_boxes(call, place, tables))
-        key_group = call.key_group(place.group, tables)
-        first, last = call.block_of(place.head)
+    def index(cell: GridIndices, tables: Sequence[Any]) -> tuple[Scalar, ...]:
+        x, y, z = (box.first for box in key_boxes(call, cell, tables))
+        key_group = call.key_group(cell.group, tables)
+        first, last = call.block_of(cell.head)
         first = call.kv_head(first) * call.together
         return first, key_group, x, y, pl.multiple_of(z, call.alignment), last * width
 
@@ -160,7 +160,7 @@ def query_operands(call: Call, scale: jax.Array) -> list[Any]:
 def query_specs(call: Call, width: int, width_v: int) -> list[pl.BlockSpec]:
     """Return the block specs of scales, key coordinates, window bounds (last dimension), query, key and value."""
     last_bounds = spec(
-        (None, None, 2, call.queries.tile[-1]), lambda place, _: (call.group_of(place.group)[-1], place.tile[-1], 0, 0)
+        (None, None, 2, call.queries.tile[-1]), lambda cell, _: (call.group_of(cell.group)[-1], cell.tile[-1], 0, 0)
     )
     scales, coordinates = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.VMEM)
     blocks = query_spec(call, width), box_spec(call, width), box_spec(call, width_v)
@@ -182,11 +182,11 @@ class KeyBox(NamedTuple):
     own: Scalar
 
 
-def key_boxes(call: Call, place: GridIndices, tables: Sequence[Any]) -> list[KeyBox]:
+def key_boxes(call: Call, cell: GridIndices, tables: Sequence[Any]) -> list[KeyBox]:
     """Return the box that a step visits: its position along each dimension. Steps after the last box repeat it."""
     found = []
-    rows = call.rows_of(place.group, place.tile, tables)
-    for visits, row, step in zip(call.visits, rows, place.step, strict=True):
+    rows = call.rows_of(cell.group, cell.tile, tables)
+    for visits, row, step in zip(call.visits, rows, cell.step, strict=True):
         own = row("start")
         if visits.most_boxes > 1:
             own += jnp.maximum(jnp.minimum(step, row("count") - 1), 0) * visits.box
@@ -236,16 +236,16 @@ class Chunk(NamedTuple):
         return flat[pl.ds(pl.multiple_of(self.start, call.alignment), call.chunks.keys), :]
 
 
-def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Callable[[Chunk, bool], None]) -> None:
+def visit_keys(call: Call, cell: GridIndices, tables: Sequence[Any], add: Callable[[Chunk, bool], None]) -> None:
     """Process the box of keys that a step visits, one chunk at a time. The program owns a query tile.
 
     Args:
         call: Plan, array layouts and visited boxes of the call.
-        place: Grid indices of the current step.
+        cell: Grid indices of the current step.
         tables: References to the box tables.
         add: Function that processes a chunk. Its second argument is True if the chunk needs a mask.
     """
-    rows, boxes, chunks = call.rows_of(place.group, place.tile, tables), key_boxes(call, place, tables), call.chunks
+    rows, boxes, chunks = call.rows_of(cell.group, cell.tile, tables), key_boxes(call, cell, tables), call.chunks
     cut, stride = chunks.cut, chunks.stride
     box, extent = boxes[cut], chunks.box[cut]
 
@@ -270,7 +270,7 @@ def visit_keys(call: Call, place: GridIndices, tables: Sequence[Any], add: Calla
     visit_chunks = visit_one if chunks.number == 1 else visit_all
     has_box = [
         step < row("count")
-        for visits, step, row in zip(call.visits, place.step, rows, strict=True)
+        for visits, step, row in zip(call.visits, cell.step, rows, strict=True)
         if visits.most_boxes > 1 or not visits.fewest_boxes
     ]
     if has_box:
@@ -292,7 +292,7 @@ class QueryMask:
 
     Attributes:
         call: Plan, array layouts and visited boxes of the call.
-        place: Grid indices of the current step.
+        cell: Grid indices of the current step.
         bounds: References to the tables of window bounds, one for each dimension except the last. A table contains the
             first key and the end of the keys that each query sees.
         coordinates: Reference to the coordinates of the keys of each chunk, relative to the box.
@@ -300,7 +300,7 @@ class QueryMask:
     """
 
     call: Call
-    place: GridIndices
+    cell: GridIndices
     bounds: Sequence[Any]
     coordinates: Any
     windows: Any
@@ -323,19 +323,19 @@ class QueryMask:
         first, end = (across(self.windows[side], along_z.shape[1]) for side in (0, 1))
         slabs = []
         for x in range(x_tile):
-            seen_x = self._seen(0, x, keys[0], boxes[0], along_z)
+            seen_x = self._hide_outside(0, x, keys[0], boxes[0], along_z)
             for y in range(y_tile):
-                seen = self._seen(1, y, keys[1], boxes[1], seen_x)
+                seen = self._hide_outside(1, y, keys[1], boxes[1], seen_x)
                 slabs.append((seen < first) | (seen >= end))
         slabs *= self.call.pack
         return slabs[0] if len(slabs) == 1 else jnp.concatenate(slabs, axis=0)
 
-    def _seen(self, dim: int, query: int, keys: jax.Array, box: KeyBox, coordinates: jax.Array) -> jax.Array:
+    def _hide_outside(self, dim: int, query: int, keys: jax.Array, box: KeyBox, coordinates: jax.Array) -> jax.Array:
         """Return ``coordinates``, with ``NOWHERE`` for keys that the slab does not see along dimension ``dim``."""
         if dim < KERNEL_RANK - self.call.plan.problem.rank:
             return coordinates
         visits = self.call.visits[dim]
-        tile = self.call.group_of(self.place.group)[dim] * visits.q_tiles + self.place.tile[dim]
+        tile = self.call.group_of(self.cell.group)[dim] * visits.q_tiles + self.cell.tile[dim]
         at = tile * (2 * visits.q_tile) + query
         first = jnp.maximum(self.bounds[dim][at], box.own)
         return jnp.where((keys >= first) & (keys < self.bounds[dim][at + visits.q_tile]), coordinates, NOWHERE)

@@ -64,10 +64,10 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
     def with_one_chunk(*refs: Any) -> None:
         """Process a query tile that visits at most one chunk of keys. All packs of the program use the same mask."""
         factor, coordinates, last, q, k, v, out, statistics, windows = refs[_TABLES:]
-        place = GridIndices.here()
-        mask = QueryMask(call, place, refs[3:5], coordinates, windows)
+        cell = GridIndices.here()
+        mask = QueryMask(call, cell, refs[3:5], coordinates, windows)
         mask.keep_windows(last)
-        chunk = Chunk(0, 0, grid.key_boxes(call, place, refs[:3]))
+        chunk = Chunk(0, 0, grid.key_boxes(call, cell, refs[:3]))
         hidden = mask.hidden(chunk)
         # Issue the query-key products of all packs first, so that the compiler overlaps their latencies.
         packs, found = range(together), []
@@ -76,7 +76,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         ]
         for pack in packs:
             values = chunk.read(call, v.at[pack])
-            scaled = products[pack] * (scale_of(call, factor, call.pack_number(place.head, pack)) * LOG2_E)
+            scaled = products[pack] * (scale_of(call, factor, call.pack_number(cell.head, pack)) * LOG2_E)
             logits = jnp.where(hidden, HIDDEN, scaled)
             maxima = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), SMALLEST_MAXIMUM)
             weights = jnp.exp2(logits - maxima)
@@ -89,9 +89,9 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
     def with_chunks(*refs: Any) -> None:
         """Process a query tile that may visit several chunks of keys. Accumulate its results in scratch memory."""
         factor, coordinates, last, q, k, v, out, statistics, windows, maximum, total, mixed = refs[_TABLES:]
-        place = GridIndices.here()
-        mask = QueryMask(call, place, refs[3:5], coordinates, windows)
-        to_base_2 = scale_of(call, factor, place.head) * LOG2_E
+        cell = GridIndices.here()
+        mask = QueryMask(call, cell, refs[3:5], coordinates, windows)
+        to_base_2 = scale_of(call, factor, cell.head) * LOG2_E
 
         def add(chunk: Chunk, is_masked: bool) -> None:
             logits = contract(call, query_rows(call, q.at[0]), chunk.read(call, k.at[0]), (1, 1)) * to_base_2
@@ -107,16 +107,16 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
                 call, weights.astype(values.dtype), values, (1, 0)
             )
 
-        @pl.when(grid.are_first(place.step))
+        @pl.when(grid.are_first(cell.step))
         def _() -> None:
             mask.keep_windows(last)
             maximum[...] = jnp.full_like(maximum, SMALLEST_MAXIMUM)
             total[...] = jnp.zeros_like(total)
             mixed[...] = jnp.zeros_like(mixed)
 
-        grid.visit_keys(call, place, refs[:3], add)
+        grid.visit_keys(call, cell, refs[:3], add)
 
-        @pl.when(grid.are_last(grid.steps(call), place.step))
+        @pl.when(grid.are_last(grid.steps(call), cell.step))
         def _() -> None:
             finish(out, statistics, [(maximum[...], total[...], mixed[...])])
 
@@ -153,10 +153,10 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
 
     def kernel(*refs: Any) -> None:
         factor, coordinates, last, q, k, v, do, stats, dq, windows, query_columns, mixed = refs[_TABLES:]
-        place = GridIndices.here()
-        mask = QueryMask(call, place, refs[3:5], coordinates, windows)
+        cell = GridIndices.here()
+        mask = QueryMask(call, cell, refs[3:5], coordinates, windows)
 
-        @pl.when(grid.are_first(place.step))
+        @pl.when(grid.are_first(cell.step))
         def _() -> None:
             mask.keep_windows(last)
             for index in range(STATISTICS):
@@ -166,7 +166,7 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
         def add(chunk: Chunk, is_masked: bool) -> None:
             keys = chunk.read(call, k.at[0])
             logits = contract(call, query_rows(call, q.at[0]), keys, (1, 1))
-            logits *= scale_of(call, factor, place.head) * LOG2_E
+            logits *= scale_of(call, factor, cell.head) * LOG2_E
             if is_masked:
                 logits = jnp.where(mask.hidden(chunk), HIDDEN, logits)
             products = contract(call, query_rows(call, do.at[0]), chunk.read(call, v.at[0]), (1, 1))
@@ -174,9 +174,9 @@ def query_gradient(call: Call, arrays: Sequence[jax.Array]) -> jax.Array:
             gradients = _weights(logits, logsumexp, remainder) * (products - delta)
             mixed[...] += contract(call, gradients.astype(keys.dtype), keys, (1, 0))
 
-        grid.visit_keys(call, place, refs[:3], add)
+        grid.visit_keys(call, cell, refs[:3], add)
 
-        @pl.when(grid.are_last(grid.steps(call), place.step))
+        @pl.when(grid.are_last(grid.steps(call), cell.step))
         def _() -> None:
             dq[...] = unstack_heads(mixed[...], call.pack).reshape(dq.shape)
 
@@ -203,26 +203,26 @@ def _weights(logits: jax.Array, logsumexp: jax.Array, remainder: jax.Array) -> j
     return jnp.exp2(jnp.minimum((jnp.maximum(logits, HIDDEN) - logsumexp) - remainder, 0))
 
 
-def _query_head(call: Call, place: GridIndices) -> Scalar:
+def _query_head(call: Call, cell: GridIndices) -> Scalar:
     """Return the query head or pack that a step processes, if the program owns a key tile.
 
     The returned index counts the heads or packs of all batch entries.
     """
     heads, heads_kv = call.queries.heads, call.keys.heads
     if heads == heads_kv:
-        return place.head
-    batch, head = divided(place.head, heads_kv)
-    return batch * heads + head * (heads // heads_kv) + place.query_head
+        return cell.head
+    batch, head = divided(cell.head, heads_kv)
+    return batch * heads + head * (heads // heads_kv) + cell.query_head
 
 
-def _seeing(call: Call, place: GridIndices, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
+def _visitor(call: Call, cell: GridIndices, tables: Sequence[Any]) -> tuple[list[Scalar], Scalar]:
     """Return the query tile of a step, and True if the step visits it.
 
     A step after the last visited tile returns the last tile, and False.
     """
     tiles, is_step = [], []
-    found = call.seeing(tables, call.group_of(place.group), place.tile)
-    for visits, step, (first, count) in zip(call.visits, place.step, found, strict=True):
+    found = call.visitors(tables, call.group_of(cell.group), cell.tile)
+    for visits, step, (first, count) in zip(call.visits, cell.step, found, strict=True):
         tiles.append(first + jnp.maximum(jnp.minimum(step, count - 1), 0) if visits.most_tiles > 1 else first)
         is_step.append(step < count)
     return tiles, functools.reduce(jnp.logical_and, is_step)
@@ -241,29 +241,29 @@ def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     programs = call.leading // heads * call.queries.blocks, call.groups, *call.keys.grid, *steps
     spec = functools.partial(grid.spec, indices=len(programs), tables=_KEY_TABLES)
 
-    def key_block(place: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
-        first, last = call.block_of(place.head)
-        return (first, call.key_group(place.group, tables[:KERNEL_RANK]), *place.tile, last)
+    def key_block(cell: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
+        first, last = call.block_of(cell.head)
+        return (first, call.key_group(cell.group, tables[:KERNEL_RANK]), *cell.tile, last)
 
-    def query_block(place: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
-        first, last = call.block_of(_query_head(call, place))
-        return (first, place.group, *_seeing(call, place, tables[KERNEL_RANK:])[0], last)
+    def query_block(cell: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
+        first, last = call.block_of(_query_head(call, cell))
+        return (first, cell.group, *_visitor(call, cell, tables[KERNEL_RANK:])[0], last)
 
-    def statistics_block(place: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
-        first, *tile, last = query_block(place, tables)
+    def statistics_block(cell: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
+        first, *tile, last = query_block(cell, tables)
         return (first, last, *tile, 0, 0)
 
     def bounds_spec(dim: int) -> pl.BlockSpec:
-        def index(place: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
-            return call.group_of(place.group)[dim], _seeing(call, place, tables[KERNEL_RANK:])[0][dim], 0, 0
+        def index(cell: GridIndices, tables: Sequence[Any]) -> tuple[Any, ...]:
+            return call.group_of(cell.group)[dim], _visitor(call, cell, tables[KERNEL_RANK:])[0][dim], 0, 0
 
         return spec((None, None, 2, call.rows), index)
 
     def kernel(*refs: Any) -> None:
         tables, refs = refs[:_KEY_TABLES], refs[_KEY_TABLES:]
         factor, q, k, v, do, stats, *bounds, dk, dv, key_sum, value_sum = refs
-        place = GridIndices.here(len(programs))
-        step = place.query_head, *place.step
+        cell = GridIndices.here(len(programs))
+        step = cell.query_head, *cell.step
 
         @pl.when(grid.are_first(step))
         def _() -> None:
@@ -272,7 +272,7 @@ def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
         def add(is_masked: bool) -> None:
             queries, outs = query_rows(call, q), query_rows(call, do)
-            scale_of_head = scale_of(call, factor, _query_head(call, place), axis=1)
+            scale_of_head = scale_of(call, factor, _query_head(call, cell), axis=1)
             logits = contract(call, grid.matrix(k), queries, (1, 1)) * (scale_of_head * LOG2_E)
             if is_masked:
                 logits = grid.hide_keys(call, logits, firsts, bounds)
@@ -285,9 +285,9 @@ def key_gradients(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
             value_sum[...] += contract(call, weights.astype(outs.dtype), outs, (1, 0))
             key_sum[...] += contract(call, gradients.astype(queries.dtype), queries, (1, 0)) * scale_of_head
 
-        firsts = [t * extent for t, extent in zip(place.tile, call.keys.tile, strict=True)]
-        tile, is_step = _seeing(call, place, tables[KERNEL_RANK:])
-        rows = call.rows_of(place.group, tile, tables[:KERNEL_RANK])
+        firsts = [t * extent for t, extent in zip(cell.tile, call.keys.tile, strict=True)]
+        tile, is_step = _visitor(call, cell, tables[KERNEL_RANK:])
+        rows = call.rows_of(cell.group, tile, tables[:KERNEL_RANK])
         is_full = grid.sees_all(rows, [KeyBox(first, first) for first in firsts], call.keys.tile)
         pl.when(is_step)(lambda: grid.visit(add, is_full))
 

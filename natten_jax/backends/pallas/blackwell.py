@@ -44,7 +44,7 @@ class BlackwellBackend(Backend):
         edges=("shift", "cut"),
         used_arguments=("run_persistent_kernel", "backward_deterministic"),  # every run is deterministic
         carries_plan=False,
-        takes=(),
+        features=(),
     )
 
     def rejection(self, problem: Problem, device: Device, pass_: Pass) -> str | None:

@@ -70,7 +70,7 @@ class TpuBackend(Backend):
         wraps_by_strips=True,
         head_dim_step=8,
         largest_head_dim=256,
-        takes=("key_bias",),
+        features=("key_bias",),
         needs_columns=lambda _: True,
         used_arguments=("backward_deterministic",),  # every run is deterministic
         carries_plan=False,

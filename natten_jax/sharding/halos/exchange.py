@@ -33,27 +33,27 @@ class DeviceLine:
 
     Attributes:
         parts: Number of devices.
-        place: Index of this device in the line.
-        permuted: Sends arrays along the line, given (source, destination) pairs of indices. A device that is not a
+        index: Index of this device in the line.
+        permute: Sends arrays along the line, given (source, destination) pairs of indices. A device that is not a
             destination receives zeros.
-        gathered: Gathers the parts of an array from all devices of the line, and concatenates them along an axis.
+        gather: Gathers the parts of an array from all devices of the line, and concatenates them along an axis.
     """
 
     parts: int
-    place: Any
-    permuted: Callable[[jax.Array, Sequence[tuple[int, int]]], jax.Array]
-    gathered: Callable[[jax.Array, int], jax.Array]
+    index: Any
+    permute: Callable[[jax.Array, Sequence[tuple[int, int]]], jax.Array]
+    gather: Callable[[jax.Array, int], jax.Array]
 
-    def shifted(self, array: jax.Array, hops: int, *, is_ring: bool = False) -> jax.Array:
+    def shift(self, array: jax.Array, hops: int, *, is_ring: bool = False) -> jax.Array:
         """Return the array of the device that is ``hops`` positions before this device.
 
         If ``hops`` is negative, that device is ``-hops`` positions after this device. In a ring, the last device
         precedes the first device.
         """
-        places = range(self.parts)
+        positions = range(self.parts)
         if is_ring:
-            return self.permuted(array, [(place, (place + hops) % self.parts) for place in places])
-        return self.permuted(array, [(place, place + hops) for place in places if place + hops in places])
+            return self.permute(array, [(index, (index + hops) % self.parts) for index in positions])
+        return self.permute(array, [(index, index + hops) for index in positions if index + hops in positions])
 
 
 def lines_of(token_axes: Sequence[tuple[str, ...]]) -> list[DeviceLine | None]:
@@ -75,13 +75,13 @@ def _line_of(names: tuple[str, ...]) -> DeviceLine:
     """Return the line of devices along manual mesh axes; the first axis varies slowest."""
     parts = jax.lax.axis_size(names)
 
-    def permuted(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
+    def permute(array: jax.Array, moves: Sequence[tuple[int, int]]) -> jax.Array:
         return jax.lax.ppermute(array, names, moves)
 
-    def gathered(array: jax.Array, axis: int) -> jax.Array:
+    def gather(array: jax.Array, axis: int) -> jax.Array:
         return jax.lax.all_gather(array, names, axis=axis, tiled=True)
 
-    return DeviceLine(parts, jax.lax.axis_index(names), permuted, gathered)
+    return DeviceLine(parts, jax.lax.axis_index(names), permute, gather)
 
 
 class Move(NamedTuple):
@@ -92,15 +92,15 @@ class Move(NamedTuple):
         start: Offset of the slab in the receiver's part with halos. If two devices swap their halos, this offset also
             depends on the device.
         tokens: Number of tokens in the slab.
-        there: Sends an array from senders to receivers.
-        back: Sends an array from receivers to senders.
+        send: Sends an array from senders to receivers.
+        send_back: Sends an array from receivers to senders.
     """
 
     edge: Any
     start: Any
     tokens: int
-    there: Callable[[jax.Array], jax.Array]
-    back: Callable[[jax.Array], jax.Array]
+    send: Callable[[jax.Array], jax.Array]
+    send_back: Callable[[jax.Array], jax.Array]
 
 
 def moves_of(halo: Halo, line: DeviceLine) -> list[Move]:
@@ -110,19 +110,19 @@ def moves_of(halo: Halo, line: DeviceLine) -> list[Move]:
     :meth:`natten_jax.halo.Halo.seen_slabs`. If two devices swap their halos, there is one move.
     """
     if halo.changes_places:
-        is_front = line.place == 0
+        is_front = line.index == 0
         edge = jnp.where(is_front, halo.part - halo.before, 0)
         behind = jnp.where(is_front, halo.before + halo.part, 0)
         # Both devices send in one exchange. Two exchanges, one per direction, would each use only half of the link.
 
         def swapped(array: jax.Array) -> jax.Array:
-            return line.permuted(array, [(0, 1), (1, 0)])
+            return line.permute(array, [(0, 1), (1, 0)])
 
         return [Move(edge, behind, halo.before, swapped, swapped)]
 
     def move(hops: int, edge: int, start: int, tokens: int) -> Move:
-        there, back = (functools.partial(line.shifted, hops=sign * hops, is_ring=halo.wraps) for sign in (1, -1))
-        return Move(edge, start, tokens, there, back)
+        send, send_back = (functools.partial(line.shift, hops=sign * hops, is_ring=halo.wraps) for sign in (1, -1))
+        return Move(edge, start, tokens, send, send_back)
 
     moves: list[Move] = []
     start = halo.before
@@ -142,51 +142,51 @@ def extended(arrays: Sequence[jax.Array], halo: Halo, line: DeviceLine, axis: in
     If ``halo.is_gathered``, the arrays of all parts are gathered instead.
     """
     if halo.is_gathered:
-        return [line.gathered(array, axis) for array in arrays]
+        return [line.gather(array, axis) for array in arrays]
     # Local tokens are copied into the extended array while the halos travel. Exchanges run one at a time, and a copy
     # takes about as long as an exchange. So the halos of an array are sent after the local tokens of the previous array
     # have been copied.
-    room = halo.before, halo.after, 0
+    padding = halo.before, halo.after, 0
     moves = moves_of(halo, line)
     copied: list[jax.Array] = []
     arrived: list[list[jax.Array]] = []
     for array in arrays:
         sent = [jax.lax.dynamic_slice_in_dim(array, each.edge, each.tokens, axis) for each in moves]
         sent, copied = jax.lax.optimization_barrier((sent, copied))
-        arrived.append([each.there(slab) for each, slab in zip(moves, sent, strict=True)])
-        copied.append(jax.lax.pad(array, jnp.zeros((), array.dtype), _along(room, axis, array.ndim)))
+        arrived.append([each.send(slab) for each, slab in zip(moves, sent, strict=True)])
+        copied.append(jax.lax.pad(array, jnp.zeros((), array.dtype), _along(padding, axis, array.ndim)))
     for i, slabs in enumerate(arrived):
         for each, slab in zip(moves, slabs, strict=True):
             copied[i] = jax.lax.dynamic_update_slice_in_dim(copied[i], slab, each.start, axis)
     return copied
 
 
-def _along(room: tuple[int, int, int], axis: int, ndim: int) -> list[tuple[int, int, int]]:
-    return [room if i == axis else (0, 0, 0) for i in range(ndim)]
+def _along(padding: tuple[int, int, int], axis: int, ndim: int) -> list[tuple[int, int, int]]:
+    return [padding if i == axis else (0, 0, 0) for i in range(ndim)]
 
 
 def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int) -> jax.Array:
     """Apply the transpose of :func:`extended` to one array."""
     if halo.is_gathered:
         (own,) = types_like(array, ((*array.shape[:axis], halo.part, *array.shape[axis + 1 :]), array.dtype))
-        (gathered,) = jax.linear_transpose(lambda own: line.gathered(own, axis), own)(array)
-        return gathered  # type: ignore[no-any-return]
+        (gradient,) = jax.linear_transpose(lambda own: line.gather(own, axis), own)(array)
+        return gradient  # type: ignore[no-any-return]
     own = jax.lax.slice_in_dim(array, halo.before, halo.before + halo.part, axis=axis)
     moves = moves_of(halo, line)
     slabs = [jax.lax.dynamic_slice_in_dim(array, each.start, each.tokens, axis) for each in moves]
-    return with_edges(own, slabs, moves, axis)
+    return add_edges(own, slabs, moves, axis)
 
 
-def with_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move], axis: int) -> jax.Array:
+def add_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move], axis: int) -> jax.Array:
     """Send the gradients of halos back to the devices that own the tokens, and add them to the gradients there."""
     for move, slab in zip(moves, slabs, strict=True):
-        edge = unknown(move.edge)
-        sum_ = move.back(slab) + jax.lax.dynamic_slice_in_dim(own, edge, move.tokens, axis)
+        edge = opaque_index(move.edge)
+        sum_ = move.send_back(slab) + jax.lax.dynamic_slice_in_dim(own, edge, move.tokens, axis)
         own = jax.lax.dynamic_update_slice_in_dim(own, sum_, edge, axis)
     return own
 
 
-def unknown(start: Any) -> jax.Array:
+def opaque_index(start: Any) -> jax.Array:
     """Hide the start of a slice from XLA's constant folding.
 
     Callers read a slice of an array, change it and write it back. If the start of the slice is a constant, XLA copies
@@ -230,7 +230,7 @@ class Exchange:
         """Exchange halos; return the device's operands with all keys that its windows reach, and with origins."""
         held = key_arrays(operands.inputs)
         extended = dict(zip(held, self.extended([*held.values()]), strict=True))
-        return operands.placed(self.origins(), **extended)
+        return operands.with_origins(self.origins(), **extended)
 
     def extended(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Extend keys and values by all tokens that the windows of this device reach.
@@ -262,14 +262,14 @@ class Exchange:
         """Return the positions of this device's first query and first key (including halos) in the global layout."""
         first_keys = [-halo.before for halo in self.halos]
         found = self.origins_of([0] * len(self.halos), first_keys)
-        gathered = [line is not None and halo.is_gathered for halo, line in zip(self.halos, self.lines, strict=True)]
-        pad = [False] * (3 - len(gathered))
-        return jnp.where(np.array([[False] * 3, [*pad, *gathered]]), 0, found) if any(gathered) else found
+        is_gathered = [line is not None and halo.is_gathered for halo, line in zip(self.halos, self.lines, strict=True)]
+        pad = [False] * (3 - len(is_gathered))
+        return jnp.where(np.array([[False] * 3, [*pad, *is_gathered]]), 0, found) if any(is_gathered) else found
 
     def origins_of(self, queries: Sequence[Any], keys: Sequence[Any]) -> jax.Array:
         """Convert a query position and a key position in this device's part to origins in the global layout."""
         parts = [
-            jnp.zeros((), jnp.int32) if line is None else jnp.asarray(line.place, jnp.int32) * halo.part
+            jnp.zeros((), jnp.int32) if line is None else jnp.asarray(line.index, jnp.int32) * halo.part
             for halo, line in zip(self.halos, self.lines, strict=True)
         ]
         pad = [jnp.zeros((), jnp.int32)] * (3 - len(parts))
@@ -282,7 +282,7 @@ def with_all_keys(inputs: Inputs, lines: Sequence[DeviceLine | None]) -> Inputs:
     held = key_arrays(inputs)
     for i, line in enumerate(lines):
         if line is not None:
-            held = {name: line.gathered(array, FIRST_TOKEN_AXIS + i) for name, array in held.items()}
+            held = {name: line.gather(array, FIRST_TOKEN_AXIS + i) for name, array in held.items()}
     return inputs._replace(**held)
 
 
@@ -294,7 +294,7 @@ def flat_origins(layout: Sequence[int], lines: Sequence[DeviceLine | None]) -> j
     dimensions has no causal mask, so its result does not depend on positions.
     """
     (line, *others) = lines
-    first = 0 if line is None or others else line.place * layout[0]
+    first = 0 if line is None or others else line.index * layout[0]
     return jnp.zeros((2, 3), jnp.int32).at[0, 2].set(first)
 
 
@@ -316,7 +316,7 @@ def with_halos(problem: Problem, token_axes: TokenAxes, operands: Operands) -> O
     arrays = vary_alike([*held.values()])
     extended = _halos_p.bind(*arrays, problem=problem, token_axes=token_axes, returns=False)
     origins = Exchange.for_problem(problem, lines_of(token_axes)).origins()
-    return operands.placed(origins, **dict(zip(held, extended, strict=True)))
+    return operands.with_origins(origins, **dict(zip(held, extended, strict=True)))
 
 
 @_halos_p.def_abstract_eval

@@ -25,11 +25,11 @@ import jax.numpy as jnp
 
 from natten_jax.arrays.boxes import QueryBox, elements_of, words_of
 from natten_jax.arrays.operands import Cotangents, Gradients, Inputs, Operands, Saved, roles_of_fields
-from natten_jax.cost_model.halos import overlap_that_pays
+from natten_jax.cost_model.halos import profitable_overlap
 from natten_jax.halo import Halo, travel_order
 from natten_jax.plan.plan import Plan, Request
 from natten_jax.problem import Problem
-from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, DeviceLine, Exchange, moves_of, unknown, with_edges
+from natten_jax.sharding.halos.exchange import FIRST_TOKEN_AXIS, DeviceLine, Exchange, add_edges, moves_of, opaque_index
 
 _Tree = TypeVar("_Tree")
 
@@ -45,14 +45,14 @@ class Slab(NamedTuple):
         number: Index of the slab among the slabs of this dimension.
         keys: Extent of the slab along this dimension, in keys.
         first_key: Coordinates of the slab's first key, relative to the device's first token.
-        seeing: Local queries that see the slab.
+        query_box: Local queries that see the slab.
     """
 
     dimension: int
     number: int
     keys: int
     first_key: Sequence[Any]
-    seeing: QueryBox
+    query_box: QueryBox
 
 
 def slabs_of(problem: Problem, exchange: Exchange) -> list[Slab]:
@@ -64,13 +64,13 @@ def slabs_of(problem: Problem, exchange: Exchange) -> list[Slab]:
     for i in travel_order(exchange.halos):
         halo, line = _along(exchange, i)
         for number, slab in enumerate(halo.seen_slabs(problem.axes[i])):
-            is_front = line.place != 0 if slab.is_front is None else slab.is_front
+            is_front = line.index != 0 if slab.is_front is None else slab.is_front
             sides = (slab.starts(halo.part, side) for side in (True, False))
             first_query, first_key = (jnp.where(is_front, *each) for each in zip(*sides, strict=True))
-            first = jnp.stack(_with([jnp.zeros((), jnp.int32)] * len(layout), i, unknown(first_query)))
-            seeing = QueryBox(first, tuple(_with(layout, i, slab.queries)))
-            found.append(Slab(i, number, slab.keys, _with(first_keys, i, first_key), seeing))
-        first_keys[i] = jnp.where(line.place == 0, 0, -halo.before) if halo.changes_places else -halo.before
+            first = jnp.stack(_with([jnp.zeros((), jnp.int32)] * len(layout), i, opaque_index(first_query)))
+            query_box = QueryBox(first, tuple(_with(layout, i, slab.queries)))
+            found.append(Slab(i, number, slab.keys, _with(first_keys, i, first_key), query_box))
+        first_keys[i] = jnp.where(line.index == 0, 0, -halo.before) if halo.changes_places else -halo.before
     return found
 
 
@@ -112,9 +112,9 @@ class HaloPipeline:
             return arrays, None
         slab = self.slabs[self._next]
         move = moves_of(*_along(self._exchange, slab.dimension))[slab.number]
-        sent, seeing, arrays = jax.lax.optimization_barrier((self._sent(slab), slab.seeing, arrays))
-        self._arriving = [move.there(array) for array in sent]
-        return arrays, seeing
+        sent, query_box, arrays = jax.lax.optimization_barrier((self._sent(slab), slab.query_box, arrays))
+        self._arriving = [move.send(array) for array in sent]
+        return arrays, query_box
 
     def finished_after(self, result: _Tree) -> tuple[list[jax.Array], _Tree]:
         """Wait for ``result`` and then for the exchange; return the slabs of keys and of values, and the result."""
@@ -190,13 +190,13 @@ def returned(exchange: Exchange, slabs: Sequence[Slab], array: jax.Array, gradie
     (dimension, *others) = travel_order(exchange.halos)
     if not others:
         own, *halo_gradients = gradients
-        return with_edges(own, halo_gradients, moves_of(*_along(exchange, dimension)), FIRST_TOKEN_AXIS + dimension)
+        return add_edges(own, halo_gradients, moves_of(*_along(exchange, dimension)), FIRST_TOKEN_AXIS + dimension)
 
     def exchanged(own: jax.Array) -> list[jax.Array]:
         patchwork, found = _Patchwork(own), [own]
         for each in slabs:
             move = moves_of(*_along(exchange, each.dimension))[each.number]
-            found.append(move.there(patchwork.sent(each, jnp.asarray(move.edge, jnp.int32), exchange)))
+            found.append(move.send(patchwork.sent(each, jnp.asarray(move.edge, jnp.int32), exchange)))
             patchwork = patchwork.with_slab(each.dimension, found[-1])
         return found
 
@@ -216,17 +216,17 @@ def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
     Each array is written into an uninitialized result, at an index that XLA does not know. For 2 x 177 MB on an H200,
     this takes 0.21 milliseconds. If XLA recognizes that the writes are a concatenation, they take 0.42 milliseconds.
     """
-    room = jax.lax.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
+    buffer = jax.lax.empty((len(arrays), *arrays[0].shape), arrays[0].dtype)
     for i, array in enumerate(arrays):
-        room = jax.lax.dynamic_update_slice_in_dim(room, array[None], unknown(i), 0)
-    return room
+        buffer = jax.lax.dynamic_update_slice_in_dim(buffer, array[None], opaque_index(i), 0)
+    return buffer
 
 
 def _surrounded(own: jax.Array, slabs: Sequence[jax.Array], axis: int, halo: Halo, line: DeviceLine) -> jax.Array:
     """Join tokens with their halos along an axis."""
     if halo.changes_places:
         in_front, behind = (jnp.concatenate(order, axis) for order in ([*slabs, own], [own, *slabs]))
-        return jnp.where(line.place == 0, behind, in_front)
+        return jnp.where(line.index == 0, behind, in_front)
     count = len(halo.slabs(halo.before))
     return jnp.concatenate([*slabs[:count][::-1], own, *slabs[count:]], axis)
 
@@ -242,7 +242,7 @@ RunBackward = Callable[[Request, Operands, Saved, Cotangents], Gradients]
 ContinueForward = Callable[[Request, Operands, Saved, QueryBox], Saved]
 
 
-def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange, *, has_sinks: bool = False) -> bool:
+def overlaps_exchange(plan: Plan, request: Request, exchange: Exchange, *, has_sinks: bool = False) -> bool:
     """Return True if a pass overlaps computation with the halo exchange.
 
     Passes with a key bias or with sinks do not overlap them. Passes on 8-bit arrays do not either, because the outputs
@@ -250,11 +250,11 @@ def computes_meanwhile(plan: Plan, request: Request, exchange: Exchange, *, has_
     """
     if has_sinks or request.problem.key_bias or request.problem.element.is_float8:
         return False
-    return overlap_that_pays(plan, tuple(exchange.halos)) is not None
+    return profitable_overlap(plan, tuple(exchange.halos)) is not None
 
 
 def forward(
-    run: RunForward, run_on: ContinueForward, request: Request, exchange: Exchange, operands: Operands
+    run: RunForward, resume: ContinueForward, request: Request, exchange: Exchange, operands: Operands
 ) -> Saved:
     """Run the forward pass of a device: on its local keys while halos travel, then on the halos.
 
@@ -262,21 +262,21 @@ def forward(
 
     Args:
         run: Function that runs the pass on a subset of the keys.
-        run_on: Function that continues the pass on other keys, and merges the results.
+        resume: Function that continues the pass on other keys, and merges the results.
         request: Request with the global token layout, and with the batch and heads of this device.
         exchange: Exchange of the halos. ``is_gathered`` is False for every halo.
         operands: Local operands, without origins.
     """
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
-    (query, nothing), seeing = travel.started_before((operands.inputs.query, jnp.zeros((), jnp.int32)))
-    found = run(request, operands.placed(_own_origins(exchange, nothing), query=query))
+    (query, zero), query_box = travel.started_before((operands.inputs.query, jnp.zeros((), jnp.int32)))
+    found = run(request, operands.with_origins(_own_origins(exchange, zero), query=query))
     for slab in travel.slabs:
         (key, value), found = travel.finished_after(found)
-        assert seeing is not None
-        (found, nothing), seeing_next = travel.started_before((found, nothing))
-        origins = exchange.origins_of([nothing] * len(exchange.halos), slab.first_key)
-        found = run_on(*_slab_call(request, operands, origins, query=query, key=key, value=value), found, seeing)
-        seeing = seeing_next
+        assert query_box is not None
+        (found, zero), next_box = travel.started_before((found, zero))
+        origins = exchange.origins_of([zero] * len(exchange.halos), slab.first_key)
+        found = resume(*_slab_call(request, operands, origins, query=query, key=key, value=value), found, query_box)
+        query_box = next_box
     return found
 
 
@@ -300,19 +300,19 @@ def backward(
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
     query_arrays = operands.inputs.query, saved, cotangents
     (query, saved, cotangents), seen_next = _started_and_cut(travel, query_arrays, query_arrays)
-    found = run(request, operands.placed(_own_origins(exchange, 0), query=query), saved, cotangents)
+    found = run(request, operands.with_origins(_own_origins(exchange, 0), query=query), saved, cotangents)
     results: list[Gradients] = []
     for slab in travel.slabs:
         (key, value), found = travel.finished_after(found)
         results.append(found)
         assert seen_next is not None
         (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, query_arrays)
-        origins = exchange.origins_of(slab.seeing.starts, slab.first_key)
+        origins = exchange.origins_of(slab.query_box.starts, slab.first_key)
         found = run(*_slab_call(request, operands, origins, query=query, key=key, value=value), saved, cotangents)
     own, *halo_gradients = [*results, found]
     query_gradient = own.query
     for slab, gradients in zip(travel.slabs, halo_gradients, strict=True):
-        query_gradient = slab.seeing.put(query_gradient, slab.seeing.cut(query_gradient) + gradients.query)
+        query_gradient = slab.query_box.update(query_gradient, slab.query_box.cut(query_gradient) + gradients.query)
     key = returned(exchange, travel.slabs, operands.inputs.key, [own.key, *(each.key for each in halo_gradients)])
     value = returned(
         exchange, travel.slabs, operands.inputs.value, [own.value, *(each.value for each in halo_gradients)]
@@ -330,20 +330,20 @@ def _started_and_cut(travel: HaloPipeline, arrays: _Tree, query_arrays: _Tree) -
     Computations on the returned ``arrays`` start after the copies. The rows of every array in ``query_arrays`` are
     copied. Without a next slab, ``None`` is returned instead of the copies.
     """
-    arrays, seeing = travel.started_before(arrays)
-    if seeing is None:
+    arrays, query_box = travel.started_before(arrays)
+    if query_box is None:
         return arrays, None
-    cut: _Tree = jax.tree.map(seeing.copied, query_arrays)
+    cut: _Tree = jax.tree.map(query_box.copied, query_arrays)
     arrays, cut = jax.lax.optimization_barrier((arrays, cut))
     return arrays, cut
 
 
-def _own_origins(exchange: Exchange, nothing: Any) -> jax.Array:
+def _own_origins(exchange: Exchange, zero: Any) -> jax.Array:
     """Return the origins of a device's local queries and keys, int32 ``[2, 3]``.
 
-    ``nothing`` is 0, or an array that contains 0. The origins are computed after this array.
+    ``zero`` is 0, or an array that contains 0. The origins are computed after this array.
     """
-    zeros = [nothing] * len(exchange.halos)
+    zeros = [zero] * len(exchange.halos)
     return exchange.origins_of(zeros, zeros)
 
 
@@ -352,5 +352,5 @@ def _slab_call(
 ) -> tuple[Request, Operands]:
     """Return the request and the operands of a step on one slab; they contain no additional keys."""
     problem = dataclasses.replace(request.problem, additional_kv=0)
-    placed = operands.placed(origins, **arrays, additional_keys=None, additional_values=None)
+    placed = operands.with_origins(origins, **arrays, additional_keys=None, additional_values=None)
     return dataclasses.replace(request, problem=problem), placed
