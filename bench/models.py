@@ -1,4 +1,6 @@
-"""Attention problems of published models. ``tune_models.py`` tunes these problems for the package.
+"""Attention problems of published models.
+
+``tune_models.py`` tunes these problems for the package's tables of configurations.
 
 A problem has the layout of the model's tokens at the published resolution. The extents are the numbers of frames and
 pixels, divided by the downsampling factor of the encoder and by the patch size. For videos, the batch size is 1, as in

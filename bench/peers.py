@@ -1,9 +1,10 @@
 """Compare a pass with dense self attention over the same layout, by cuDNN and by JAX, on an NVIDIA GPU.
 
 Each time is the device time of all kernels that an operator launches, from profiler traces. All implementations
-alternate in one process, because a GPU's clock rate falls under load. A speed-up is the ratio of another
-implementation's time to natten_jax's time, as the median over turns. Each program is timed in two modes: with a pause
-before each turn, and with the device kept busy. If several element types are given, they alternate as well.
+alternate in one process, because a GPU's clock rate falls under load. In each turn, every implementation is timed once.
+A speed-up is the ratio of another implementation's time to natten_jax's time in the same turn, as the median over
+turns. Each program is timed in two modes: with a pause before each measurement, and with the device kept busy. If
+several element types are given, they alternate as well.
 
 Example:
     python bench/run.py peers --problems 2d 2d-s16 --json results.json --plot results.png

@@ -188,7 +188,7 @@ _SMALL_TICKS = 1, 2, 4, 8, 16, 32
 
 
 def draw_small(record: Mapping[str, Any], path: Path) -> None:
-    """Draw a record of small.py: each program's time relative to the time of a copy, for each problem and pass."""
+    """Draw a record of small.py, for each problem and pass: each program's time relative to a memory copy's time."""
     names = list(dict.fromkeys(each["row"] for each in record["records"]))
     found = {(each["row"], each["pass"]): each["sides"] for each in record["records"]}
     times = {
@@ -300,7 +300,8 @@ def _kind_of(event: dict[str, Any]) -> str:
 def _draw_lanes(axes: Axes, events: Sequence[dict[str, Any]], first: float, last: float) -> None:
     """Draw the events between the times ``first`` and ``last``, in milliseconds.
 
-    Each device has two lanes. The second lane shows the halo exchanges.
+    Each device has two lanes. The first lane shows attention kernels, copies and merging. The second lane shows halo
+    exchanges.
     """
     for event in events:
         start, end = max(event["start"], first), min(event["start"] + event["milliseconds"], last)
@@ -312,7 +313,7 @@ def _draw_lanes(axes: Axes, events: Sequence[dict[str, Any]], first: float, last
 
 
 def draw_halos(record: Mapping[str, Any], path: Path, row: str | None = None) -> None:
-    """Draw the timeline of a row from a record of several_devices.py, by default of the first row.
+    """Draw the timeline of one row from a record of several_devices.py. The default is the first row.
 
     A panel shows the whole pass, and another panel shows its start.
     """

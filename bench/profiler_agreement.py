@@ -7,8 +7,8 @@ A program repeats a problem n times. The program is timed in three ways:
 - by the wall clock in replays, which are not traced. A pause precedes the replays, because a GPU that is kept busy runs
   slower.
 
-Programs with two different values of n are timed. The time per repetition is the difference of the two times, divided
-by the difference of the values of n, so that the cost of launching and synchronising cancels.
+Two programs with different values of n are timed. The time per repetition is the difference of the two programs' times,
+divided by the difference of their values of n, so that the cost of launching and synchronizing cancels.
 
 Between two dependent launches, the device is idle for a few microseconds. Kernel times do not include these gaps. The
 span of the trace, from the start of the first kernel to the end of the last kernel, includes them.
@@ -50,9 +50,9 @@ PROBLEMS = (
     "-i 256 256 -n 24 -d 128 -w 80 80 -s 16 16",
     "-i 32768 -d 128 --backend cudnn",
 )
-#: Number of repetitions in the shorter and in the longer program.
+#: Number of repetitions in the shorter program, and in the longer program.
 RUNS = 10, 50
-LONG_RUNS = 3, 9  # for problems that take more than 2 milliseconds
+LONG_RUNS = 3, 9  # for problems that take more than 2 milliseconds per repetition
 ITERATIONS = 2
 ROUNDS = 5
 PAUSE = 0.2  # seconds
@@ -74,7 +74,7 @@ def repeated(options: Options, runs: int, name: str) -> Callable[..., Any]:
 
 
 def attend(options: Options, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Run the function that the profiler measures for these options."""
+    """Compute the attention of a problem with the function that the profiler measures for ``options``."""
     if options.is_baseline:
         return baselines.attend(str(options.backend), query, key, value)
     operator = getattr(natten_jax, f"na{options.problem.rank}d")

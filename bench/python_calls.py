@@ -1,8 +1,8 @@
 """Count the calls of natten_jax's Python functions while JAX traces, lowers and compiles a program.
 
-Each case runs in a separate process. The first call of a program takes the time of these calls in addition to JAX's and
-XLA's time. The counts do not depend on machine load, but they depend on the Python version: since Python 3.12, a
-comprehension is not a call. The printed number of decisions counts how often a backend was chosen for a pass.
+Each case runs in a separate process. These Python calls delay the first execution of a program, in addition to the time
+that JAX and XLA need. The counts do not depend on machine load, but they depend on the Python version: since Python
+3.12, a comprehension is not a call. The printed number of decisions counts how often a backend was chosen for a pass.
 
 Example:
     python bench/run.py python_calls

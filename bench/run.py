@@ -29,8 +29,8 @@ KERNELS = (
     "compare_builds",
     "compare_bits",
 )
-#: Suites that time all implementations on a fixed list of problems, programs on several devices, kernels that are
-#: optimised step by step, and first calls.
+#: Suites that time programs: all implementations on a fixed list of problems; programs on several devices; kernels that
+#: are optimized step by step; and first calls.
 PROGRAMS = ("board", "scaling", "several_devices", "part_tiles", "fmha_scaling", "fmha_report", "first_call")
 #: Suites that measure accuracy and host costs, check the profiler, fit the time model, tune configurations, and count
 #: instructions of TPU kernels.

@@ -1,10 +1,11 @@
-"""Time operators and a training step on 1, 2, 4, ... devices, and compare the times with predictions.
+"""Time operators and a training step on 1, 2, 4, ... devices, and compare the operators' times with predictions.
 
 In strong scaling, the problem has the same size for any number of devices. In weak scaling, the split dimension grows
 with the number of devices, so that the work per device is constant. Each time is the wall time per call of a program
 that is launched many times without waiting in between. The programs for different numbers of devices alternate in one
-process. A speed-up is the ratio of the throughput on several devices to the throughput on one device, as the median
-over turns. The predictions come from the time model. They are all computed and saved before the first measurement.
+process. In each turn, every program is timed once. A speed-up is the ratio of the throughput on several devices to the
+throughput on one device in the same turn, as the median over turns. The predictions come from the time model. They are
+all computed and saved before the first measurement.
 
 Example:
     python bench/run.py scaling --devices 8 --json scaling.json
@@ -128,7 +129,8 @@ def distance(
     Only some heads are compared, because all heads may need more memory than one device has.
     """
     devices, heads = len(arrays[0].devices()), arrays[0].shape[-2]
-    step = heads // devices if curve.is_over_heads else heads  # compare one head per device, or a single head
+    # If the heads are split over devices, compare the first head of each device, otherwise only the first head.
+    step = heads // devices if curve.is_over_heads else heads
 
     def some(array: jax.Array) -> jax.Array:
         return jax.device_put(jax.lax.slice_in_dim(array, 0, heads, step, axis=-2), jax.devices()[0])

@@ -1,15 +1,16 @@
-"""Compare operators and a training step on several devices with one device, for several ways to split the arrays.
+"""Time operators and a training step on one and on several devices, for several ways to split the arrays.
 
 Each time is the wall time per call of a program that is launched many times without waiting in between. This time
 includes communication, but not launch latency. The programs for one device and for several devices alternate in one
-process. Turns have the same minimum duration for all programs: a GPU runs faster after an idle period than at its power
-limit, and a short turn would end before the GPU reaches this limit. A speed-up is the ratio of the time on one device
-to the time on several devices, as the median over turns. The single device is the first device. Each of the other
-devices is also timed separately, because several devices together are as slow as the slowest of them.
+process. In each turn, every program is timed once. These measurements have the same minimum duration for all programs.
+Otherwise, a short measurement would end before the GPU slows down at its power limit. A speed-up is the ratio of the
+time on one device to the time on several devices in the same turn, as the median over turns. The time on one device is
+measured on the first device. Each of the other devices is also timed separately, because several devices together are
+as slow as the slowest of them.
 
-If tokens are split, two more programs are timed. The first receives all halos before any computation. The second, only
-on GPUs, copies halos between device memories without kernels. A profiler trace gives the time of halo exchanges, and
-the part of this time that overlaps computation.
+If tokens are split, two more programs are timed. The first program receives all halos before any computation. The
+second program is timed only on GPUs, and copies halos between device memories without kernels. A profiler trace gives
+the time of halo exchanges, and the part of this time that overlaps computation.
 
 Example:
     python bench/run.py several_devices --json results.json
@@ -228,8 +229,8 @@ def measure_training(model_parallel: int, options: argparse.Namespace) -> dict[s
     """Time a step of the training example on one device and on several devices, which alternate.
 
     Args:
-        model_parallel: Number of devices that share a model's heads, as the example's ``--model-parallel``. The other
-            dimension of the mesh is data-parallel.
+        model_parallel: Number of devices over which the heads of a model are split. It is passed to the example as
+            ``--model-parallel``. The other dimension of the mesh is data-parallel.
         options: Command-line options.
     """
     train = example()

@@ -92,9 +92,9 @@ class Row:
         return lambda q, k, v, **terms: operator(q, k, v, **window, **tiles, backend=backend, **terms)
 
     def _large_tiles(self, window: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the best-ranked tiles of each pass that the portable kernels for large windows have.
+        """Return, for each pass, the best-ranked tiles that belong to the portable kernels for large windows.
 
-        Tiles of the portable kernels for small windows are smaller.
+        These tiles have more tokens than any tile of the portable kernels for small windows.
         """
         array = jax.ShapeDtypeStruct(self.shape, jnp.bfloat16)
         small = native.limits("small")["row_tokens"]

@@ -5,12 +5,12 @@ the counts can rank programs. They do not predict times, because they do not inc
 copies. Bundles of these implementations are counted:
 
 - natten_jax and flex (natten_jax's backend in plain JAX): all instructions of the compiled program. For natten_jax, the
-  kernels are also counted separately. If the loop of a copy by XLA has no constant trip count, a single trip is
-  counted. The count is then too low, mainly for flex.
+  kernels are also counted separately. XLA implements some copies as loops without a constant trip count. Such a loop
+  counts as a single trip. The program's count is then too low, mainly for flex.
 - splash: JAX's splash attention with the same mask and the best of several block shapes. For two and three dimensions,
-  a mask of the whole layout would be large, so the kernel is compiled with a small mask. The small mask also has
-  completely visible, partially visible and masked blocks. The bundles of a kernel step are multiplied by the number of
-  pairs of blocks, in the whole layout, that have a visible pair of tokens.
+  a mask of the whole layout would be large, so the kernel is compiled with a small mask. Like the large mask, the small
+  mask has completely visible, partially visible and masked blocks. The bundles of a kernel step are multiplied by the
+  number of pairs of blocks, in the whole layout, that have a visible pair of tokens.
 - dense: JAX's flash attention over all tokens.
 
 Example:
@@ -233,7 +233,7 @@ def count_ours(row: Row, compiled: Compiled) -> dict[str, Any]:
 
 
 def _units(compiled: Compiled, instruction: str, weights: list[float]) -> dict[str, Any]:
-    """Return a lower bound of the kernel's cycles for each unit: the slots that it uses, divided by slots per cycle."""
+    """Return a lower bound of the kernel's cycles for each unit: the unit's used slots, divided by slots per cycle."""
     names, capacities, used = bundles.utilization(compiled.utilization[instruction])
     totals = bundles.totals(weights, used)
     return {"units": {n: round(total / c) for n, c, total in zip(names, capacities, totals, strict=True)}}
@@ -244,7 +244,7 @@ def count_program(compiled: Compiled, counted: Mapping[str, float]) -> dict[str,
 
     Args:
         compiled: The compiled program.
-        counted: Counts of some instructions, which are already known.
+        counted: Bundles of the instructions that were counted before, by name of the instruction.
     """
     hlo = hlo_counts.Hlo.parse(compiled.hlo)
     texts = {name: text for each in hlo.computations.values() for name, text in each.items()}
@@ -281,7 +281,7 @@ def count_splash(row: Row, compiled: Compiled, blocks: tuple[int, int]) -> dict[
 
 
 def _with_steps(program: Program, steps: int) -> Program:
-    """Return the program with another number of grid steps."""
+    """Return a copy of the program with ``steps`` grid steps."""
     outer = next(span for span in program.spans if span.is_loop and program.multiplies(span))
     spans = (dataclasses.replace(span, trips=steps + 2) if span == outer else span for span in program.spans)
     return dataclasses.replace(program, spans=tuple(spans))
@@ -292,8 +292,8 @@ def splash_blocks(row: Row, blocks: tuple[int, int]) -> tuple[int, int, int]:
     """Count the blocks of splash attention.
 
     Returns:
-        The number of query blocks, the largest number of key blocks that one query block sees, and the number of pairs
-        of blocks that the kernel visits.
+        Three counts. The first is the number of query blocks. The second is the largest number of key blocks that one
+        query block sees. The third is the number of pairs of blocks that the kernel visits.
     """
     return tpu_visits.blocks_of_flat_tokens(row.problem, *blocks)
 

@@ -1,11 +1,13 @@
 """Tune the attention of published models, and write the package's tables of configurations.
 
-The forward and the backward pass of each problem in ``bench/models.py`` are tuned. Configurations and the default
-alternate in the measurement. A configuration is kept if its median time is more than 2% faster than the default's, and
-the 75th percentile of its times is below the 25th percentile of the default's times. The device's table is written
-after every problem. Without ``--out``, the package's table for the device is also written. The package's table has only
-the configurations that are kept. Problems that are already in the device's table are skipped, so that several short
-runs produce one table.
+The forward and the backward pass of each problem in ``bench/models.py`` are tuned. The measurements of the candidate
+configurations and of the default configuration alternate. A candidate is kept if its median time is more than 2% faster
+than the default's, and the 75th percentile of its times is below the 25th percentile of the default's times.
+
+Two tables are written after every problem. The results table of the device has all measured passes, including those
+that keep the default. The package's table of the device has only the candidates that are kept. With another folder as
+``--out``, only the results table is written. Problems that are already in the results table are skipped, so that
+several short runs produce one table.
 
 Example:
     python bench/run.py tune_models --limit 150
@@ -44,7 +46,7 @@ def file_name(device: str) -> str:
 
 
 def present(device: str, folders: Iterable[Path]) -> list[TunedPass]:
-    """Return the passes in the device's table, from the first of the folders that has one; empty if none has one."""
+    """Return the passes in the device's table, from the first folder that has this table, or an empty list."""
     for folder in folders:
         path = folder / file_name(device)
         if path.exists():

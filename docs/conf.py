@@ -76,7 +76,8 @@ napoleon_use_ivar = True  # otherwise attributes of named tuples appear twice
 # References to this package must resolve. References to other packages are plain text, because a build has no network.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!natten_jax\.).*")]
-# Types in signatures without a page of documentation. Users only pass objects of these types from call to call.
+# Types in signatures that the pages do not document. Users get objects of these types from one call, and only pass them
+# to another call.
 nitpick_ignore = [
     ("py:class", "natten_jax.cost_model.tiles.TimedTiles"),
     ("py:class", "natten_jax.element_types.ElementType"),
@@ -86,8 +87,8 @@ nitpick_ignore = [
     ("py:class", "natten_jax.windows.WindowArguments"),
 ]
 
-#: Matches links to files outside the folder of the pages. It does not match images, and it does not match link texts
-#: that contain brackets: in a notebook's JSON, such a text could enclose whole cells.
+#: Matches links to files outside the folder of the pages, but no images. Links with brackets in their text do not match
+#: either: in a notebook's JSON, such a text could enclose whole cells.
 _LINK_OUT_OF_PAGES = re.compile(r"(?<!!)\[([^\[\]]+)\]\((\.\./[^)\s]+)\)")
 
 
@@ -133,14 +134,15 @@ def _name_files_of_the_repository(_: Sphinx, page: str, text: list[str]) -> None
 def _sign_flax_modules(
     app: Sphinx, kind: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str, str | None] | None:
-    """Show the arguments of a Flax module and their types, which the metaclass of the module hides.
+    """Show the arguments of a Flax module's constructor and their types, which the module's metaclass hides.
 
     Default values other than strings, numbers, booleans and ``None`` are shown as ``...``.
     """
     if kind != "class" or not name.startswith(("natten_jax.flax_modules.nnx.", "natten_jax.flax_modules.linen.")):
         return None
     _, *parameters = signature_of(obj.__init__).parameters.values()
-    parameters = [each for each in parameters if each.name not in ("parent", "name")]  # Flax adds these two
+    # Flax adds the arguments ``parent`` and ``name``.
+    parameters = [each for each in parameters if each.name not in ("parent", "name")]
     typed = [each for each in parameters if each.annotation != each.empty]
     types = {each.name: stringify_annotation(each.annotation, "smart") for each in typed}
     app.env.current_document.autodoc_annotations[name] = types

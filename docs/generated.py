@@ -3,8 +3,8 @@
 ``make tables`` runs this program. A table is between two comments, and the first comment names the table. Only commands
 whose output is the same on every machine are run:
 
-- commands with ``--compute-capability``, which do not need such a GPU. The output is in the next code block.
-- commands after a ``$``, which fail. The error message is below the command, in the same code block.
+- commands with ``--compute-capability``, which do not need a GPU. The output is in the code block after the command.
+- commands that fail. Such a command follows a ``$``, and the error message is below it in the same code block.
 
 If the output in a page ends with ``...``, the new output is truncated to the same number of lines.
 """
@@ -246,7 +246,10 @@ def _tuned_devices() -> str:
 
 
 def _tuned_tables() -> list[TunedTable]:
-    """Return the tables of all devices. They contain all measured passes, even if the default was kept."""
+    """Return the tables of all devices, with all measured passes.
+
+    A table includes the passes for which the default configuration was kept.
+    """
     files = (DOCS.parent / "bench" / "results" / "tuned").glob("*.json")
     tables = [TunedTable.from_text(file.read_text(encoding="utf-8")) for file in files]
     return sorted(tables, key=lambda table: table.device)

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def cells(axes: Any, values: np.ndarray, color: str, title: str) -> None:
-    """Draw an array as squares whose opacities are the values, so that they are visible on light and dark pages."""
+    """Draw an array as squares whose opacities are the values. The squares are visible on light and on dark pages."""
     axes.add_patch(Rectangle((0, 0), 8, 8, facecolor=FAINT, edgecolor="none"))
     for (row, column), value in np.ndenumerate(values):
         if value > 0.01:

@@ -2,9 +2,9 @@
 
 The model has four stages of blocks. Each stage has half as many rows and columns of tokens as the previous stage, and
 twice as many features. Each token attends to a window of 7 x 7 tokens. In DiNAT, every other block dilates its windows
-as much as the layout allows. Except for ``toy``, the presets have the published widths, depths and numbers of heads,
-and for images of 224 x 224 pixels also the published dilations. Stochastic depth, layer scale and relative position
-biases are left out.
+as much as the layout allows. Except for ``toy``, the presets have the published widths, depths and numbers of heads.
+For images of 224 x 224 pixels, these presets also have the published dilations. Stochastic depth, layer scale and
+relative position biases are left out.
 
 Nothing is downloaded: the images are generated or, with ``--data digits``, scikit-learn's handwritten digits, enlarged.
 
@@ -30,7 +30,8 @@ from timed_steps import TimedSteps
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 HEAD_DIM = 32
-ORIENTATIONS, FREQUENCIES = 8, (4.0, 8.0)  # of generated gratings; frequencies are in periods per image
+# Number of orientations of the generated gratings, and their frequencies in periods per image.
+ORIENTATIONS, FREQUENCIES = 8, (4.0, 8.0)
 SMALLEST_IMAGE = 32  # the layout of the last stage then has one token
 TEST_IMAGES = 256
 

@@ -91,7 +91,7 @@ class AdaptiveNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Cosine-similarity attention over tokens ``[batch, height, width, features]``, with windows or global."""
+    """Cosine-similarity attention of tokens ``[batch, height, width, features]``, over windows or over all tokens."""
 
     def __init__(self, features: int, is_global: bool, settings: Settings, rngs: nnx.Rngs) -> None:
         self.settings, self.is_global = settings, is_global
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
         split = self.project(tokens).reshape(*tokens.shape[:-1], 3, -1, HEAD_DIM)
         query, key, value = (split[..., number, :, :] for number in range(3))
         angles = axial_angles(tokens.shape[1:3])
-        # The operators take one scale for all heads, so the queries are multiplied by the scale of each head.
+        # The operators take one scale for all heads, so each head's queries are multiplied by the head's own scale.
         query = apply_rotary(normalized(query) * self.scale[...], angles).astype(value.dtype)
         key = apply_rotary(normalized(key), angles).astype(value.dtype)
         attended = self._all(query, key, value) if self.is_global else self._windows(query, key, value)
@@ -205,7 +205,8 @@ class Mapping(nnx.Module):
     def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
         self.dtype = dtype
         self.embed = linear(CONDITION, CONDITION, dtype, rngs)
-        # Initial embeddings of classes are as large as embeddings of noise levels, which would otherwise dominate.
+        # The initial class embeddings are as large as the embeddings of noise levels. With smaller class embeddings,
+        # the noise levels would dominate.
         as_long = nnx.initializers.normal(1.0)
         self.classes = nnx.Embed(CLASSES, CONDITION, dtype=dtype, embedding_init=as_long, rngs=rngs)
         self.norms = nnx.List([nnx.RMSNorm(CONDITION, dtype=dtype, rngs=rngs) for _ in range(MAPPING_DEPTH + 1)])
@@ -345,7 +346,8 @@ def save_pictures(path: Path, rows: dict[str, tuple[jax.Array, jax.Array]], *, i
 
     Args:
         path: File to write.
-        rows: Images ``[n, size, size, 3]`` with values in [-1, 1], and their classes, by the title of the row.
+        rows: A pair for each row of the picture, by the row's title: images ``[n, size, size, 3]`` with values in
+            [-1, 1], and the classes of the images.
         is_labelled: Write the class above each image.
     """
     columns = max(len(images) for images, _ in rows.values())

@@ -1,11 +1,11 @@
 """Run image classifiers with neighborhood attention from their published weights: NAT, DiNAT and DiNAT_s of any size.
 
-A checkpoint is the ``state_dict`` of the authors' PyTorch model, or of a model in Hugging Face's transformers:
-``ForImageClassification``, ``Model`` or ``Backbone``. The names and shapes of the arrays determine the widths, depths,
-heads, windows and classes. The dilations, the activation and the epsilon of the normalizations are read from Hugging
-Face's ``config.json`` in the folder of the weights. Without this file, the activation is GELU, and the epsilon is 1e-5.
-The dilations must then be given with ``--dilations``, unless the names of the arrays begin with ``nat.``. Unsupported
-features raise an error.
+A checkpoint is the ``state_dict`` of the authors' PyTorch model or of a model in Hugging Face's transformers. These
+models of transformers are supported: ``ForImageClassification``, ``Model`` and ``Backbone``. The names and shapes of
+the arrays determine the widths, depths, heads, windows and classes. The dilations, the activation and the epsilon of
+the normalizations are read from Hugging Face's ``config.json`` in the folder of the weights. Without this file, the
+activation is GELU, and the epsilon is 1e-5. The dilations must then be given with ``--dilations``, unless the names of
+the arrays begin with ``nat.``. Unsupported features raise an error.
 
 Nothing is downloaded. Reading a ``.pth`` or ``.bin`` file needs PyTorch, and reading a ``.safetensors`` file needs the
 package ``safetensors``. Without ``--checkpoint``, the weights are random. Without ``--image``, the time of a batch of
@@ -98,7 +98,8 @@ SIZES = {
     "large": Size(192, 6, (3, 4, 18, 5), 2),
 }
 
-#: Patterns in the names of arrays of Hugging Face and of DiNAT_s, with their replacements in the authors' names of NAT.
+#: Regular expressions and replacements. They convert the array names of Hugging Face and of DiNAT_s to the names that
+#: the authors' NAT has.
 _NAMES = (
     (r"^(di)?nat\.", ""),
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
@@ -285,8 +286,8 @@ def load(
         dilations: A key of ``DILATIONS``, or a sequence with an entry per stage. An entry is the dilation of every
             other block, or a list of the dilations of all blocks. If ``None``, the dilations are read from ``config``.
             If ``config`` is also ``None``, names that begin with ``nat.`` imply dilations of 1.
-        config: Contents of Hugging Face's ``config.json``. If ``None``, the activation is GELU, and epsilons are 1e-5;
-            a warning is given if the weights have Hugging Face's names.
+        config: Contents of Hugging Face's ``config.json``. If ``None``, the activation is GELU, and epsilons are 1e-5.
+            This default is reported as a warning if the weights have Hugging Face's names.
 
     Raises:
         TypeError: ``state_dict`` or ``config`` is not a mapping, a weight is not an array of floats, or ``dilations``
@@ -509,7 +510,7 @@ def classify(model: Model, images: jax.Array, *, backend: str | None = None) -> 
 
     Raises:
         TypeError: The images are not floats.
-        ValueError: The model has no classification head, or the images do not have this shape.
+        ValueError: The model has no classification head, or the images do not have the documented shape.
     """
     if "head.weight" not in model.parameters:
         raise ValueError("the checkpoint has no classification head: features(model, images) returns its tokens")
@@ -601,7 +602,7 @@ def _attention(parameters: Parameters, tokens: jax.Array, dilation: int, backend
 
 
 def _downsampled(parameters: Parameters, tokens: jax.Array) -> jax.Array:
-    """Halve the rows and columns of tokens, and double the features. Tokens of the last stage do not change."""
+    """Halve the rows and columns of tokens, and double the features. Return tokens of the last stage unchanged."""
     if not parameters:
         return tokens
     if parameters["reduction.weight"].ndim == 4:

@@ -1,4 +1,4 @@
-"""Compute how often the parts of TPU kernels run, and how many bytes they copy, from windows and tiles."""
+"""From windows and tile shapes, compute how often the parts of TPU kernels run and how many bytes the kernels copy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def query_programs(call: Call) -> dict[str, Any]:
     """Count the executions of a kernel in which each program owns a tile of queries.
 
     Returns:
-        Numbers by name. ``steps`` is the number of grid steps, and ``active`` the number of steps with matrix
-        multiplications. ``tiles`` is the number of query tiles. ``bodies`` has two numbers: chunks of keys that need no
-        mask, and chunks that need one. ``copied`` is the number of bytes of keys and values.
+        Counts by name. ``steps`` is the number of grid steps, and ``active`` the number of steps with matrix
+        multiplications. ``tiles`` is the number of query tiles. ``bodies`` has two counts: chunks of keys that need no
+        mask, and chunks that need a mask. ``copied`` is the number of bytes of keys and values that are copied.
     """
     grid = query_grid(call)
     tables = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
@@ -49,7 +49,7 @@ def query_programs(call: Call) -> dict[str, Any]:
 
 
 def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
-    """Return the number of chunks of a box that need no mask, and the number of chunks that need one."""
+    """Return the number of chunks of a box that need no mask, and the number of chunks that need a mask."""
     chunks, visits = call.chunks, call.visits
     own = [row[START] + number * each.box for row, number, each in zip(tile, step, visits, strict=True)]
     first = [min(each, visit.keys - visit.box) for each, visit in zip(own, visits, strict=True)]
@@ -73,19 +73,21 @@ def _chunks(call: Call, tile: Any, step: Any) -> tuple[int, int]:
 def key_programs(call: Call) -> dict[str, Any]:
     """Count the executions of the kernel in which each program owns a tile of keys.
 
-    A program visits every query tile that sees at least one of these keys.
+    A program visits every query tile with at least one window that contains keys of the program's key tile.
 
     Returns:
-        Numbers by name. ``steps`` is the number of grid steps, and ``active`` the number of steps with matrix
-        multiplications. ``tiles`` is the number of key tiles. ``bodies`` has two numbers: visits of a query tile that
-        need no mask, and visits that need one. ``copied`` is the number of bytes of queries and output gradients.
+        Counts by name. ``steps`` is the number of grid steps, and ``active`` the number of steps with matrix
+        multiplications. ``tiles`` is the number of key tiles. ``bodies`` has two counts: visits of a query tile that
+        need no mask, and visits that need a mask. ``copied`` is the number of bytes of queries and output gradients
+        that are copied.
     """
     full = masked = 0
     boxes = [np.asarray(visits.table(Call.columns)) for visits in call.visits]
     tiles = [np.asarray(visits.visitors) for visits in call.visits]
     for group in itertools.product(*(range(visits.groups) for visits in call.visits)):
-        # Count pairs of a key tile and a query tile. ``meeting`` counts the pairs with at least one visible pair of
-        # tokens, and ``whole`` the pairs in which all pairs of tokens are visible. Both are products over dimensions.
+        # Count pairs of a key tile and a query tile. ``meeting`` counts the tile pairs with at least one visible pair
+        # of tokens, and ``whole`` the tile pairs in which all pairs of tokens are visible. Each of the two counts is
+        # the product of its counts along the dimensions.
         meeting, whole = 1, 1
         for visits, axis_boxes, axis_tiles, g in zip(call.visits, boxes, tiles, group, strict=True):
             size, seen, all_ = visits.box, 0, 0
@@ -109,9 +111,10 @@ def key_programs(call: Call) -> dict[str, Any]:
 
 
 def _tokens_bytes(call: Call, tokens: int) -> int:
-    """Return the number of bytes of ``tokens`` tokens of a head or pack in two arrays.
+    """Return the bytes that ``tokens`` tokens of one head or pack occupy in two arrays together.
 
-    The arrays have the head dimensions ``head_dim`` and ``head_dim_v``. Each row is padded to a multiple of ``LANES``.
+    The arrays have the head dimensions ``head_dim`` and ``head_dim_v``. Each row of an array is padded to a multiple of
+    ``LANES`` elements.
     """
     widths = (call.pack * width for width in (call.plan.problem.head_dim, call.plan.problem.head_dim_v))
     return tokens * call.plan.problem.element.bytes * sum(-(-width // LANES) * LANES for width in widths)
@@ -121,8 +124,9 @@ def blocks_of_flat_tokens(problem: Problem, queries: int, keys: int) -> tuple[in
     """Count the blocks that a kernel visits if each block is a range of tokens of the flattened layout.
 
     Returns:
-        The number of query blocks, the largest number of key blocks that one query block sees, and the number of pairs
-        of a query block and a key block with at least one visible pair of tokens.
+        Three counts. The first is the number of query blocks. The second is the largest number of key blocks that one
+        query block sees. The third is the number of pairs of a query block and a key block with at least one visible
+        pair of tokens.
     """
     layout = problem.query_layout
     bounds = [_bounds(axis) for axis in problem.axes]
