@@ -1,4 +1,4 @@
-"""The doctor: reports on problems, tables of tuned configurations, and processes without a device."""
+"""The doctor: its reports on problems, its use of tables of tuned configurations, and runs without a device."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_backward_scratch_is_one_float32_query_gradient_and_little_more(
     _, plans = plans_of(f"{backend_family}-fna", problem, performance, GPU)
     rows = 2 * 12 * 10 * 4
     held = scratch_bytes(plans["backward"])
-    # Each row needs 64 sums of query gradients and at most two other numbers. The last 64 bytes are for additional
-    # tokens, whose results are empty.
+    # Per query and head, the pass needs 64 float32 sums of query gradients and at most two other float32 numbers. The
+    # remaining 64 bytes are a limit for scratch memory that does not depend on the number of queries.
     assert rows * 64 * 4 <= held <= rows * (64 + 2) * 4 + 64
     assert scratch_bytes(plans["forward"]) <= 64
 
@@ -88,14 +88,14 @@ REQUEST = Request(PROBLEM)
 
 
 def passed(**facts: Any) -> TunedPass:
-    """Return a tuned forward pass of ``PROBLEM`` on the ``cutlass`` backend. ``facts`` replaces some of its fields."""
+    """Return a ``TunedPass`` for the forward pass of ``PROBLEM`` on ``cutlass``. ``facts`` replaces some fields."""
     plan = resolve(Request(PROBLEM, backend="cutlass-fna"), GPU, "forward")
     return dataclasses.replace(TunedPass(plan, 1e-3, 1.5e-3, False), **facts)
 
 
 @pytest.fixture
 def ship(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that makes the package contain a table of tuned passes for ``GPU``."""
+    """Return a function that replaces the tables in the package by a table of tuned passes for ``GPU``."""
     monkeypatch.delenv(tuned.VARIABLE, raising=False)
 
     def put(*passes: TunedPass) -> None:
@@ -167,7 +167,7 @@ def test_the_report_has_a_line_for_each_device_and_for_each_pass() -> None:
 
 BENCH = PACKAGE.parent / "bench"
 
-#: Platforms without a device: the tests hide the GPUs of the first, and the second does not exist.
+#: Platforms without a device. For ``"cuda"``, the tests hide all GPUs. The platform ``"nonsense"`` does not exist.
 PLATFORMS = ["cuda", "nonsense"]
 
 REASONS = {"cuda": "cuda", "nonsense": "'nonsense' is not in the list of known backends"}

@@ -62,7 +62,7 @@ CASES = {"fna": Case((9,), (3,), additional=2, fused=True), "fmha": Case((9,), q
 
 
 def query_function(case: Case, backend: str, operands: oracle.Tensors) -> Function:
-    """Return a function that computes the sum of the output from the query."""
+    """Return a function that maps a query to the sum of all output elements, with the other operands fixed."""
     return lambda query: case.operator(backend)(operands._replace(query=query))[0].astype("float32").sum()
 
 
@@ -133,9 +133,9 @@ FUNCTIONS: dict[str, tuple[Function, Function]] = {
 
 
 def derivatives_along(function: Function, first: jax.Array, terms: list[jax.Array]) -> list[jax.Array]:
-    """Compute the value of a function and its derivatives along a curve, by nested calls of ``jax.jvp``.
+    """Compute the value and the derivatives of a function along a curve, by nested calls of ``jax.jvp``.
 
-    The curve starts at ``first``. Its derivatives there are ``terms``.
+    The curve starts at ``first``. The derivatives of the curve at its start are ``terms``.
     """
 
     def along(time: jax.Array) -> list[jax.Array]:

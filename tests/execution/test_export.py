@@ -34,7 +34,7 @@ export = functools.partial(jax.export.export, disabled_checks=natten_jax.EXPORT_
 
 
 def with_gradients(case: Case, backend: str | None) -> Any:
-    """Return a function that computes output, logsumexp and the gradients of all operands."""
+    """Return a function that computes the output, the logsumexp, and the gradients for all operands."""
     function = case.operator(backend)
 
     def run(operands: oracle.Tensors) -> Any:
@@ -101,7 +101,7 @@ def test_a_mapped_axis_may_be_symbolic(family: Family) -> None:
 @pytest.mark.parametrize("backend", backends.registered(), ids=lambda backend: backend.family)
 @pytest.mark.parametrize("operator", ["fna", "fmha"])
 def test_every_backend_plans_without_the_batch_size(backend: Backend, operator: str) -> None:
-    """All backends trace both passes with a symbolic batch size and every memory preference, even on absent devices."""
+    """All backends trace both passes for an absent GPU, with a symbolic batch size and every memory preference."""
     if backend.family == "blackwell" and (reason := missing_in_jax()) is not None:
         pytest.skip(reason)
     (batch,) = jax.export.symbolic_shape("batch")

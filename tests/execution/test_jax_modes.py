@@ -28,8 +28,8 @@ def _all(*modes: Any) -> contextlib.ExitStack:
     return stack
 
 
-#: Modes that JAX applies while it traces and lowers. Values: a function that enters the modes, the dtype of tokens, and
-#: the dtype of scales, biases and sinks.
+#: Modes that JAX applies while it traces and lowers. Each value contains a function that enters the modes, the dtype of
+#: tokens, and the dtype of scales, biases and sinks.
 TRACED: Mapping[str, tuple[Callable[[], contextlib.ExitStack], str, str]] = {
     "strict": (lambda: _all(*_strict()), "bfloat16", "float32"),
     "strict, 64 bits": (lambda: _all(*_strict(), jax.enable_x64(True)), "float32", "float64"),
@@ -51,7 +51,10 @@ def _executing() -> contextlib.ExitStack:
 
 @pytest.mark.parametrize("mode", TRACED)
 def test_every_operand_is_traced(family: Family, mode: str) -> None:
-    """Trace each call with its gradients. In 64-bit mode, also trace it under vmap and, for plain JAX, forward mode."""
+    """Trace each call with its gradients. In 64-bit mode, also trace it under vmap.
+
+    For backends in plain JAX, the 64-bit mode also tests forward-mode derivatives.
+    """
     modes, dtype, terms_dtype = TRACED[mode]
     dtype = dtype if dtype in family.dtypes else family.dtype
 

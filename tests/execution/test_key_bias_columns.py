@@ -163,7 +163,10 @@ def test_one_rule_for_all_numbers(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FAMILY.dtypes)
 def test_low_relative_biases_and_sinks_do_not_hide_keys(dtype: str) -> None:
-    """Kernels identify queries without keys by a very low logsumexp. Low biases and sinks must not have this effect."""
+    """Kernels treat queries with a very low logsumexp as queries without keys.
+
+    Low biases and sinks must not result in such a logsumexp.
+    """
     query, key, value = jnp.asarray(jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 16)), dtype)
     bias = jnp.zeros((1, 12)).at[:, :6].set(-jnp.inf)
     low, lowest = 0.49 * jnp.finfo("float32").min, jnp.finfo("float32").max
@@ -177,7 +180,7 @@ def test_low_relative_biases_and_sinks_do_not_hide_keys(dtype: str) -> None:
         assert np.isneginf(lse[:, :5]).all() and np.isfinite(lse[:, 7:]).all()
         keys = [7, 9] if relative_bias[0, 2] == -lowest else [7, 8, 9]
         mean = np.asarray(value[:, keys], np.float32).mean(axis=1)
-        if dtype != "float16":  # float16 columns clip biases, so query/key products change the weights
+        if dtype != "float16":  # float16 columns clip low biases, so query/key products still change the weights
             np.testing.assert_allclose(np.asarray(out[:, 8], np.float32), mean, atol=0.02)
         value_gradient = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))[0]
         np.testing.assert_array_equal(value_gradient[:, :6], 0)

@@ -193,7 +193,7 @@ def layers(count: int, backend: str, layout: tuple[int, int] = (16, 24), dtype: 
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile with the options of users, but do not optimize the machine code, which these tests do not read."""
+    """Compile with XLA's default options, but do not optimize the machine code, which these tests do not read."""
     options: dict[str, Any] = {**as_users_do(), "xla_backend_optimization_level": 0}
     return lowered.compile(compiler_options=options)
 
@@ -203,7 +203,10 @@ def instructions(text: str) -> int:
 
 
 def test_a_plan_appears_once_in_each_pass(family: Family) -> None:
-    """Equal layers share passes in the lowered program. In the compiled program, each layer has its own passes."""
+    """In the lowered program, equal layers call the same function for a pass, so each pass has one plan.
+
+    The compiled program contains a copy of both passes for each layer.
+    """
     lowered = layers(3, family.fna, dtype=family.dtype)
     assert lowered.as_text().count(f"{PLAN_ATTRIBUTE} =") == 2
     program = compiled(lowered)
@@ -233,7 +236,7 @@ def test_a_layer_in_plain_jax_is_small(layout: tuple[int, int]) -> None:
     assert instructions(two) - instructions(one) < 1600
 
 
-# Memory does not grow with the number of query/key pairs, and preferences bound scratch memory.
+# Memory does not grow with the number of query/key pairs, and the memory preference limits scratch memory.
 
 
 PROGRAM = """
@@ -257,7 +260,7 @@ jax.block_until_ready(both(query, key, value, cotangent))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6)
 """
 
-LARGEST = 400  # MB; operands, results and gradients take 64 MB, all logits would take 16384 MB
+LARGEST = 400  # in MB. Operands, results and gradients take 64 MB. All logits would take 16384 MB.
 
 
 @pytest.mark.usefixtures("without_stored_programs")
@@ -295,7 +298,7 @@ def test_query_gradients_are_summed_up_within_the_preference(
     assert at_once == 1 or 4 * elements <= limit
     if 4 * batch * heads_kv * head_elements <= limit:
         assert at_once == batch * heads_kv
-    if at_once < heads_kv:  # with one iteration fewer over the heads, the memory would exceed the limit
+    if at_once < heads_kv:  # if the loop over heads had one iteration less, the memory would exceed the limit
         turns = math.ceil(heads_kv / at_once)
         assert 4 * head_elements * math.ceil(heads_kv / (turns - 1)) > limit
 

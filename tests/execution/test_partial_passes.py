@@ -34,7 +34,7 @@ TOKENS, HEADS, WIDTH = 24, 2, 8
 
 
 def saved(backend: str, query: jax.Array, key: jax.Array, value: jax.Array) -> Saved:
-    """Run attention to these keys, and return the results that are saved for the backward pass."""
+    """Run a forward pass with all keys in ``key``, and return the results that are saved for the backward pass."""
     problem = problem_of((TOKENS,), TOKENS, heads=HEADS, head_dim=WIDTH, dtype=query.dtype.name)
     keys = key.shape[1]
     problem = dataclasses.replace(problem, axes=(Axis(TOKENS, keys, keys),))

@@ -111,7 +111,7 @@ def test_keys_are_not_copied() -> None:
 
 
 def test_kernels_that_know_seams_need_no_strips() -> None:
-    """Kernels with support for wrapped dimensions need strips only if an array has a part of such a dimension."""
+    """Kernels that support wrapped dimensions need strips only if an array contains just a part of such a dimension."""
     device = Device("cuda", (9, 0), is_present=False)
     problem = problem_of((48, 64), 7, heads=2, head_dim=32, dtype="bfloat16", edges="wrap")
 

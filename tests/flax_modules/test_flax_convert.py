@@ -1,4 +1,4 @@
-"""The conversion of NATTEN's weights."""
+"""The conversion of weights of NATTEN's modules to parameters of the Flax modules."""
 
 from __future__ import annotations
 

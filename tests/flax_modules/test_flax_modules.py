@@ -58,7 +58,7 @@ class TestArguments:
         operator = {**parameters(getattr(natten_jax, f"na{rank}d")), **dataclasses.asdict(Performance())}
         nnx_parameters |= {name: operator[name] for name in attention_fn.Performance.__annotations__}
         assert nnx_parameters.keys() == linen_parameters.keys()
-        initializers = {"kernel_init", "bias_init"}  # every call of the constructor makes new functions
+        initializers = {"kernel_init", "bias_init"}  # these defaults are functions, and are not compared
         assert all(nnx_parameters[name] == linen_parameters[name] for name in nnx_parameters.keys() - initializers)
 
     def test_performance_is_all_that_the_operators_have(self):
@@ -345,7 +345,7 @@ class TestDropout:
 class TestDropoutOfWeights:
     """Dropout of attention weights.
 
-    The mean over many dropout masks is the result without dropout. Weights are dropped individually, outputs are not.
+    The mean over many dropout masks is the result without dropout. Dropout sets single weights to zero, not outputs.
     """
 
     def module(self, flavour, rate, **settings):

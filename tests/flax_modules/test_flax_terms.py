@@ -71,7 +71,10 @@ def test_the_bias_is_learned(dtype: str) -> None:
 
 @pytest.mark.parametrize("flavor", ["nnx", "linen"])
 def test_windows_of_small_layouts_are_clamped(flavor: str) -> None:
-    """A window that is clamped to the layout equals a window of the layout's size with the center of the bias table."""
+    """A window that is clamped to the layout gives the same output as a window of the layout's size.
+
+    The second module's bias table is the center of the first module's table.
+    """
     inputs, table = inputs_of(2)[:, :4, :3], jax.random.normal(jax.random.key(1), (HEADS, 9, 13))
     large: Any = {"kernel_size": (5, 7), "stride": 1, "dilation": 1, "relative_bias": True}
     small = {**large, "kernel_size": (4, 3)}
@@ -108,7 +111,7 @@ def reference(params: Any, inputs: Any, key_bias: np.ndarray) -> np.ndarray:
 
 
 def attend(flavor: str, rank: int, inputs: jax.Array, **arguments: Any) -> tuple[Any, jax.Array]:
-    """Run a module with sinks, whose windows cover the whole layout. Return its parameters and its output."""
+    """Run a module that has sinks and windows of the layout's size. Return its parameters and its output."""
     settings: Any = {"num_heads": HEADS, "kernel_size": LAYOUTS[rank], "sinks": True}
     if flavor == "nnx":
         module = NNX[rank](FEATURES, rngs=nnx.Rngs(0), **settings)

@@ -1,4 +1,4 @@
-"""Differential fuzzing: compare random problems with the float64 oracle, until a problem count or time limit.
+"""Differential fuzzing: compare results of random problems with a float64 oracle, up to a problem or time limit.
 
 ``python -m tests.fuzz --help`` in the repository's root lists the options.
 """

@@ -15,18 +15,19 @@ from tests.support.problems import LOGIT_OPERANDS, expected_of, lse_dtype
 
 from .problem import PER_ENTRY_OPERANDS, Fuzzed
 
-#: Factor on the bounds of other tests, which hold for hundreds of problems. Among many thousands of problems, some
-#: results with few elements exceed these bounds by chance.
+#: Factor by which ``BOUNDS`` are multiplied. Results of the hundreds of problems in the other tests are within
+#: ``BOUNDS``. Among many thousands of problems, some results with few elements exceed ``BOUNDS`` by chance.
 SLACK = 2.0
-#: An error bound is relative to the norm of the result, or to this fraction of the norm of its terms' magnitudes if
-#: that is larger. With large logits, most terms of a gradient cancel, but not their rounding errors: kernels round the
-#: output before they subtract the product of output and cotangent. The second fraction is for problems whose inputs are
-#: multiplied by a factor.
+#: An error bound is proportional to the larger of two numbers: the norm of the result, and a fraction of the norm of
+#: the summed magnitudes of its terms. The fraction is CANCELLATION_OF_SCALED_INPUTS if the inputs are multiplied by a
+#: factor, otherwise at least CANCELLATION. With large logits, most terms of a gradient cancel, but their rounding
+#: errors do not, because kernels round the output before they subtract the product of output and cotangent.
 CANCELLATION, CANCELLATION_OF_SCALED_INPUTS = 0.05, 0.5
-#: Larger fraction for half-precision results that are merged from two parts, or from a part and a sink. Merging
-#: rounds outputs and cotangents a second time. With SLACK and the float16 bound, the error bound is half a unit in the
-#: last place of every term. Without merging, output elements have independent rounding errors, which average out in
-#: wide heads. The fraction is then divided by the square root of the head dimension.
+#: This fraction replaces CANCELLATION for half-precision results that are merged from two passes, or from a pass and
+#: a sink. Merging rounds outputs and cotangents a second time. With SLACK and the float16 bound, the error bound is
+#: half a unit in the last place of every term. Without merging, output elements have independent rounding errors, which
+#: average out in wide heads. The fraction is then divided by the square root of the head dimension, but is at least
+#: CANCELLATION.
 CANCELLATION_OF_HALVES = 0.25
 #: Number of roundings of a logit. Each has an error of at most one epsilon times the summed magnitudes of the terms.
 LOGIT_ROUNDINGS = 8
@@ -36,11 +37,12 @@ SMALLEST_FLOAT32 = 2.0**-126
 SMALLEST = {"float16": SMALLEST_FLOAT16, "float64": 0.0}
 #: Relative errors of matrix units with 8-bit inputs. The first is for a weight in e4m3, the second for a sum.
 E4M3_WEIGHT_BOUND, FLOAT8_SUM_BOUND = 2.0**-4, 2.0**-12
-#: With per-head scales, kernels multiply float16 query gradients by the scale's magnitude, but at least by this factor.
+#: With per-head scales, kernels multiply float16 query gradients by the scale's magnitude or by this factor, whichever
+#: is larger.
 SMALLEST_FACTOR = 2.0**-10
-#: GPU kernels clip the magnitudes of biases to LARGEST_LOGIT times the scale. Key biases in columns are also clipped;
-#: float16 columns have a lower limit. If a call has columns, its relative biases are clipped to a fraction of the
-#: limit.
+#: GPU kernels clip the magnitudes of biases to LARGEST_LOGIT times the scale. Key biases in columns are also clipped.
+#: For float16 columns, the limit is LARGEST_LOGIT_OF_FLOAT16_COLUMNS. If a call has columns, the limit of its relative
+#: biases is RELATIVE_BIAS_SHARE times the limit of its key biases.
 LARGEST_LOGIT, LARGEST_LOGIT_OF_FLOAT16_COLUMNS, RELATIVE_BIAS_SHARE = 1e38, 1e6, 0.2
 SMALLEST_SCALE_OF_CLIPPING = 2.0**-10
 #: If the magnitude of a bias or sink is LARGE_LOGIT or more, GPU kernels round the weights in backward passes. The
@@ -48,7 +50,7 @@ SMALLEST_SCALE_OF_CLIPPING = 2.0**-10
 LARGE_LOGIT, LARGE_LOGIT_WEIGHT_BOUND = 2.0**40, 0.003
 
 
-#: Names of the results whose element type is the type of the logits or of a logit operand.
+#: Names of the results whose element type is the type of the logsumexp or of a logit operand, not the output's type.
 LOGIT_NAMES = ("lse", *(f"d_{name}" for name in LOGIT_OPERANDS))
 
 
@@ -236,7 +238,7 @@ def _as_columns_of_float16(problem: Fuzzed, operands: oracle.Tensors) -> oracle.
 
 
 def _largest(array: np.ndarray | None, below: float = math.inf) -> float:
-    """Return the largest magnitude in an array, except magnitudes from ``below`` on and numbers that mask out keys."""
+    """Return the largest magnitude in an array that is less than ``below``. Ignore numbers that mask out keys."""
     if array is None:
         return 0.0
     magnitudes = np.abs(oracle.with_hidden(array))

@@ -35,8 +35,8 @@ def find_errors(problems: Sequence[Fuzzed]) -> list[list[str]]:
     """Run the problems in one compiled program, and return a list of errors per problem.
 
     Raises:
-        Exception: Raised by a run after which the device no longer computes. Later results of this process would be
-            meaningless.
+        Exception: The exception of a run that left the device unable to compute. All later runs in this process would
+            also fail.
     """
     try:
         results, spoiled = run_both(problems)
@@ -60,7 +60,13 @@ def find_errors(problems: Sequence[Fuzzed]) -> list[list[str]]:
 
 
 def find_leaks(problem: Fuzzed, result: Any, spoiled: Any) -> list[str]:
-    """List the errors in ``spoiled``, the results with spoiled inputs, given ``result``, the results without them."""
+    """List the errors in the results of a run with spoiled inputs.
+
+    Args:
+        problem: The problem.
+        result: Results of a run with ordinary numbers instead of the spoiled numbers.
+        spoiled: Results of the run with the spoiled numbers.
+    """
     assert problem.spoiled is not None
     return problem.spoiled.find_errors(
         problem.inputs()[0],

@@ -56,7 +56,7 @@ def has_ring(problem: Fuzzed, kernel: str) -> bool:
 #: Name of the feature that a bias, the sinks or the scale contains non-finite or very low numbers.
 SPOILED_BIAS = "spoiled_bias"
 
-#: Until a problem has the features, problem numbers are tried in steps of ``_APART``, at most ``_MOST_ATTEMPTS`` times.
+#: To find a problem with the features, ``draw_with`` tries at most ``_MOST_ATTEMPTS`` numbers, in steps of ``_APART``.
 _APART = 2**32
 _MOST_ATTEMPTS = 4000
 
@@ -97,7 +97,8 @@ def draw_with(
     shares = share_of_many_keys, share_of_spoiled_biases
     for attempt in range(_MOST_ATTEMPTS):
         found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted, *shares)
-        # If the drawn tiles do not support an edge mode, ``draw_where`` removed it after its own check.
+        # ``draw_where`` checks the problem before it draws tiles. It may then replace edge modes that no drawn tiles
+        # support, so the returned problem is checked again.
         if found is not None and is_wanted(found):
             return found
     raise ValueError(f"no problem of {family.name} has {' and '.join(features)}")

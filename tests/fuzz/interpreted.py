@@ -41,7 +41,7 @@ def _draw_heads(rng: np.random.Generator) -> tuple[int, int, Sequence[int]]:
     widths: Any = rng.choice(WIDTHS, 2).tolist()
     heads_kv = int(rng.integers(1, 3))
     heads = heads_kv * int(rng.integers(1, 3))
-    if rng.random() < 0.4:  # heads so narrow that kernels pack several
+    if rng.random() < 0.4:  # heads so narrow that kernels pack several into one
         widths, heads_kv = rng.choice([8, 16, 24, 32], 2).tolist(), int(rng.integers(2, 5))
         widths, heads_kv = ([32, 32], 8) if rng.random() < 0.25 else (widths, heads_kv)
         heads = heads_kv

@@ -24,7 +24,7 @@ from .accuracy import excesses, expectation
 from .execution import both_passes
 from .problem import Fuzzed, _factor, _range
 
-#: Number of times that tiles are drawn for a problem. If all of them need too many programs, the problem is discarded.
+#: Number of times that tiles are drawn for a problem. If each draw needs too many programs, the problem is discarded.
 _TILES = 8
 
 
@@ -96,7 +96,7 @@ class Kernels:
         def count(origins: Any) -> None:
             found.extend(self.size(plans[pass_], Operands(inputs, origins)) for pass_ in PASSES)
 
-        jax.eval_shape(count, problem.origins())  # does not compute the tables for parts of layouts
+        jax.eval_shape(count, problem.origins())  # abstract evaluation, which computes no tables
         return max(found)
 
     def find_errors(self, problem: Fuzzed) -> list[str]:

@@ -31,7 +31,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 _NO_BIASES: dict[str, Any] = {"relative_bias": False, "key_bias": None}
 
-#: Head dimensions that are drawn in addition to ``random_case``: limits of kernels, and numbers just above limits.
+#: Head dimensions that replace the head dimension from ``random_case`` in some problems. Each is a limit of a kernel,
+#: or slightly larger than a limit.
 WIDE_HEADS = (64, 72, 96, 128, 136, 192, 256)
 #: Maximum number of tokens of a large problem (few problems are large), and maximum number of tokens of a tile.
 LARGE, LARGEST_TILE = 1600, 256
@@ -242,7 +243,10 @@ class Fuzzed:
         return {**tiles, **factors}
 
     def description(self) -> Problem:
-        """Return the problem in the form that backends accept. It has all queries and keys, also if a part is run."""
+        """Return the problem in the form that backends accept.
+
+        The returned problem has all queries and keys, even if only a part of them is run.
+        """
         case = self.case
         facts: dict[str, Any] = {"batch": self.batch, "dtype": self.dtype}
         facts |= {name: getattr(case, name) for name in ("heads", "heads_kv", "head_dim", "head_dim_v", "scale")}
@@ -441,7 +445,8 @@ def variants(problem: Fuzzed, count: int) -> list[Fuzzed]:
 def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed | None:
     """Draw tiles and options for a problem.
 
-    If a dimension wraps in a direct call, only some tiles support this. Return ``None`` if no such tiles were drawn.
+    In direct calls, only some tiles support wrapped dimensions. If the problem needs such tiles and no draw has them,
+    return ``None``.
     """
     if not _goes_around_directly(problem):
         return _with_any_tiles(problem, rng)
@@ -492,7 +497,7 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
         if by_kernels:
             kernel_tiles = by_kernels[int(rng.integers(len(by_kernels)))]
             return kernel_tiles[int(rng.integers(len(kernel_tiles)))]
-    # Most tiles are not from the backend's list, because the backend ranks this list, which is slow.
+    # Most draws do not use the backend's list of tiles, because the backend ranks this list, which is slow.
     kind = str(rng.choice(["none", "listed", "any"], p=[0.1, 0.3, 0.6]))
     # If a layout has few tokens, few tiles support wrapped windows. Random tiles would seldom support them.
     if _goes_around_directly(problem):
@@ -513,7 +518,9 @@ def _tile_pair(problem: Fuzzed, backend: Backend, pass_: Pass, rng: np.random.Ge
 
 @functools.lru_cache(maxsize=16)
 def _pairs_by_size(backend: Backend, problem: Problem, device: Device, pass_: Pass) -> list[list[TilePair]]:
-    """Group the tiles that a backend lists by the numbers of tokens of both tiles, which select the kernel.
+    """Group the tiles that a backend lists by the token counts of the query tile and of the key/value tile.
+
+    The token counts select the kernel.
 
     Callers draw a group first, so that all sizes are equally likely. The result is cached: a backend may list thousands
     of tiles, and tiles may be drawn many times for a problem.

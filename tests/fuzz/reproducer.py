@@ -36,7 +36,7 @@ def program_of(problem: Fuzzed, what: str, seed: int, number: int) -> str:
 def simplest(
     problem: Fuzzed, fails: Callable[[Fuzzed], bool] = lambda each: bool(find_errors([each])[0]), seconds: float = 40
 ) -> Fuzzed:
-    """Simplify a problem step by step until the time is over, and return the last problem that still fails."""
+    """Simplify a problem step by step within ``seconds``, and return the last problem that failed."""
     end = time.monotonic() + seconds
     candidates = _simpler(problem)
     while time.monotonic() < end and (candidate := next(candidates, None)) is not None:

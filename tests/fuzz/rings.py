@@ -21,16 +21,18 @@ from tests.support.problems import Case
 #: TOKENS_OF_FEW tokens. Both limits are low because the oracle computes all query/key pairs. Problems with at least
 #: TOKENS_OF_ONE_HEAD tokens have a single key/value head.
 LEAST_KEYS, MOST_TOKENS, TOKENS_OF_FEW, TOKENS_OF_ONE_HEAD = 100, 800, 1700, 500
-#: By rank, the range of the window's extents (_WINDOWS), and the maximum extent of the layout (_LAYOUTS).
+#: For each rank, _WINDOWS is the range of a window's extent per dimension, and _LAYOUTS limits a layout's extent per
+#: dimension. A layout is at least as large as its window.
 _WINDOWS = {1: (100, 300), 2: (7, 17), 3: (3, 9)}
 _LAYOUTS = {1: 700, 2: 50, 3: 18}
-#: _ROWS is the range of the number of queries over all copies, batch entries and heads. At its lower end, ring kernels
-#: have shorter estimated times in few launches; at its upper end, in most launches.
+#: _ROWS is the range of the number of queries, summed over all copies, batch entries and heads. A launch uses a ring
+#: kernel only if the estimated time is shorter than without a ring. With the fewest queries, this is the case for few
+#: launches. With the most queries, it is the case for most launches.
 _ROWS, _MOST_COPIES = (6e3, 1.2e5), 400
 
 
 def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
-    """Give the problem a large window and heads that ring kernels support. Also return a number of copies of its batch.
+    """Give the problem a large window and heads that ring kernels support. Also draw the number of copies of its batch.
 
     A few problems have features that ring kernels do not support. They test the fallback to other kernels.
     """

@@ -19,7 +19,7 @@ def problems_of(options: Options, batch: int) -> list[tuple[int, Fuzzed]]:
     first, end = batch * options.at_once, (batch + 1) * options.at_once
     if options.problems is not None:
         end = min(end, options.problems)
-    # The number of a group determines the inputs and the first variant.
+    # A group contains all variants of a problem. Its number determines the problem's inputs and first variant.
     drawn = {
         group: variants(
             draw_with(options.features, family, options.operators, options.seed, group, options.is_direct),

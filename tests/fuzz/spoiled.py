@@ -34,7 +34,7 @@ HIDING = ("-inf", "min", "0.51 min")
 TIED = ("-1e9", "-1e30", "0.49 min")
 EXTENTS = ("number", "row", "head")
 EXTENTS_OF_ADDED = (*EXTENTS, "entry", "all")
-#: Maximum difference of a sum between two runs if the order of its terms is not fixed, relative to the largest sum.
+#: Maximum difference between two runs for a sum that is added up in no fixed order, relative to the largest sum.
 TOLERANCE = 0.02
 
 
@@ -85,7 +85,10 @@ class Spoiled:
         return not self.is_added or self.number in BROKEN or self.name == "scale"
 
     def apply(self, inputs: Inputs, *, as_drawn: bool = True) -> Inputs:
-        """Return the inputs with the elements replaced: by the number if ``as_drawn``, otherwise by an ordinary one."""
+        """Return the inputs with the elements replaced by the spoiled number.
+
+        If ``as_drawn`` is false, replace the elements by an ordinary number.
+        """
         operands, (d_out, d_lse) = inputs
         named: dict[str, Any] = {**operands._asdict(), "d_out": d_out, "d_lse": d_lse}
         if named[self.name] is None:
@@ -108,7 +111,10 @@ class Spoiled:
         is_reproducible: bool,
         has_columns: bool = False,
     ) -> list[str]:
-        """List results that must not be finite but are, and results that must equal the other run's but do not.
+        """List two kinds of errors.
+
+        - Finite results of queries whose results must not be finite.
+        - Results that the spoiled number must not change, but that differ between the two runs.
 
         Args:
             operands: The operands.
@@ -128,7 +134,7 @@ class Spoiled:
         spread = _spread_over_groups(reached, operands) if has_columns else reached
         names = ("out", "lse", *(f"d_{field}" for field in oracle.Tensors._fields))
         for name, *pair in zip(names, (*without[0], *without[1]), (*spoiled[0], *spoiled[1]), strict=True):
-            if pair[1] is None or (name == "d_scale" and not self.is_added):  # ``d_scale`` is a sum over all entries
+            if pair[1] is None or (name == "d_scale" and not self.is_added):  # ``d_scale`` is a sum over the batch
                 continue
             # The gradient of a bias in columns is a part of the gradient of a key, which several query heads may share.
             is_of_groups = name == "d_key_bias" or self.name == "key_bias"
@@ -169,7 +175,10 @@ class Spoiled:
         return (*leading, *tokens[: -1 if self.extent == "row" else None])
 
     def _reached(self, operands: oracle.Tensors) -> np.ndarray:
-        """Mark the batch entries and query heads whose results the number may change, bool ``[batch, heads]``."""
+        """Mark the batch entries and query heads whose results the spoiled number may change.
+
+        The result is bool ``[batch, heads]``.
+        """
         batch, heads = operands.query.shape[0], operands.query.shape[-2]
         reached = np.zeros((batch, heads), bool)
         if not self.is_added:
@@ -186,7 +195,10 @@ class Spoiled:
 
 
 def _spread_over_groups(reached: np.ndarray, operands: oracle.Tensors) -> np.ndarray:
-    """Mark all query heads of a batch entry that share keys with a head that is marked in ``reached``."""
+    """Mark all query heads of each group that contains a head marked in ``reached``.
+
+    The heads of a group share a key/value head.
+    """
     groups = reached.reshape(len(reached), operands.key.shape[-2], -1)
     return np.broadcast_to(groups.any(-1, keepdims=True), groups.shape).reshape(reached.shape)
 
@@ -209,7 +221,7 @@ def _by_heads(name: str, array: np.ndarray, safe: np.ndarray, has_heads: bool) -
 def _different_numbers(name: str, one: np.ndarray, other: np.ndarray, is_reproducible: bool) -> np.ndarray:
     """Mark the elements that differ between two results.
 
-    Elements must be bitwise equal. But sums whose order is not fixed may differ by ``TOLERANCE``.
+    Elements must be bitwise equal. Only sums that are added up in no fixed order may differ, by ``TOLERANCE``.
     """
     if name in ("d_query", "d_scale") and not is_reproducible:
         one, other = one.astype(np.float64), other.astype(np.float64)

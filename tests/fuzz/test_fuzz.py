@@ -42,7 +42,7 @@ CPU = family_named("cpu")
 def run_command(*arguments: str, before: str = "", timeout: float = 400) -> subprocess.CompletedProcess[str]:
     """Run the fuzzer in a new process.
 
-    If the folder ``before`` is given, every Python process imports the module ``sitecustomize`` in it at its start.
+    If the folder ``before`` is given, every Python process imports the folder's module ``sitecustomize`` at startup.
     """
     paths = filter(None, (before, os.environ.get("PYTHONPATH")))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}

@@ -189,8 +189,9 @@ _WINDOWS = {
     "whole line of a volume": windows((1, 1, 4), (1, 1, 4), 1, 64),
     "slice of a volume": windows((1, 12, 9), (1, 3, 5)),
     "column of an image": windows((40, 1), (7, 1)),
-    # The following problems have more pairs of a batch entry and a head than CTAs fit on a GPU. A CTA therefore
-    # computes the gradients of several batch entries for one head. The last CTA of a head computes fewer batch entries.
+    # In the following problems, the number of pairs of a batch entry and a head exceeds the number of CTAs that a GPU
+    # runs at once. Each CTA therefore computes the gradients of several batch entries for one head. The last CTA of a
+    # head computes fewer batch entries than the other CTAs.
     "many whole layouts": windows((7, 7), (7, 7), 16, batch=67),
     "many wide whole layouts": windows((4, 6), (3, 5), 3, 64, batch=501),
     "many whole groups": windows((10, 15), (5, 5), 4, dilation=(2, 3), batch=83),

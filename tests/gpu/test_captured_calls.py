@@ -50,7 +50,8 @@ def case_of(layout: Shape, kernel_size: Shape, head_dim: int = 64, **terms: Any)
 
 SMALL, LARGE = (7, 7), (21, 25)
 BIASED: dict[str, Any] = {"key_bias": "tokens", "sinks": True}
-#: By name: a problem, True if its batch entries have separate extents, and the kernel families that support it.
+#: Each value contains a problem, a flag, and the kernel families that support the problem. The flag is True if batch
+#: entries have separate extents.
 PROGRAMS: dict[str, tuple[Case, bool, tuple[str, ...]]] = {
     "small windows": (case_of((33, 47), SMALL), False, FAMILIES),
     "small windows with every operand": (

@@ -114,7 +114,7 @@ def test_padded_layouts_are_as_cropped_ones(kernels: str, head_dim: int) -> None
 @pytest.mark.parametrize("tile", [(2, 8), (8, 2), (1, 16), (16, 1), (4, 4)])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
 def test_short_layouts_are_as_cropped_ones(heads: tuple[int, int], tile: tuple[int, int]) -> None:
-    """In short layouts, some keys are near both ends of a dimension. These keys are seen by the most queries."""
+    """Test layouts in which some keys are near both ends of a dimension. More queries attend to these keys."""
     arguments = {**KERNELS["small"], "backward_kv_tile_shape": tile, "q_tile_shape": tile}
     extents = np.array([[14, 22], [22, 13], [13, 14], [20, 6], [30, 29]])
     # Calls with cropped layouts may use kernels that round differently, for two reasons. If a layout fits in a thread
@@ -188,7 +188,7 @@ def test_sequences_of_many_lengths(backend: str) -> None:
 
 _HALVES = ("bfloat16", "float16")
 
-#: Problems with windows that wrap in at least one dimension; without ``edges``, in all dimensions.
+#: Problems with windows that wrap in at least one dimension. If ``edges`` is not given, all dimensions wrap.
 AROUND = {
     "sequence": Case((300,), (40,), heads=2, heads_kv=2, head_dim=32, batch=2),
     "short sequence": Case((21,), (19,), heads=3, heads_kv=3, head_dim=64, batch=2),
@@ -223,7 +223,7 @@ def _case(name: str) -> Case:
 @pytest.mark.parametrize("kernels", ["cutlass", "hopper"])
 @pytest.mark.parametrize("name", AROUND)
 def test_windows_that_wrap(name: str, kernels: str) -> None:
-    """Test default tiles and drawn tiles, in both 16-bit types."""
+    """Test each problem with default tiles and with random tiles, in both 16-bit types."""
     case = _case(name).fitted(family_named(kernels))
     problems = [each for dtype in _HALVES for each in variants(Fuzzed(kernels, case, dtype, 0), 2)]
     assert find_errors(problems) == [[]] * len(problems)
