@@ -236,8 +236,8 @@ def _tensor(
     ``source`` requires ``shape``.
     """
     if prefix + name not in state_dict:
-        found = [re.match(r"(.*?)(qkv|(self\.)?query)\.weight$", key) for key in state_dict if isinstance(key, str)]
-        prefixes = ", ".join(sorted(repr(match[1]) for match in found if match))
+        matches = [re.match(r"(.*?)(qkv|(self\.)?query)\.weight$", key) for key in state_dict if isinstance(key, str)]
+        prefixes = ", ".join(sorted(repr(match[1]) for match in matches if match))
         known = (
             f"prefixes of NATTEN modules in it are {prefixes}" if prefixes else "it has no qkv.weight or query.weight"
         )

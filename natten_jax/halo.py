@@ -92,13 +92,13 @@ class Halo:
         if self.changes_places and self.before:
             queries = max(self._count_queries(axis, is_front, 0) for is_front in (True, False))
             return (SeenSlab(None, queries, self.before, 0),)
-        found: list[SeenSlab] = []
+        slabs: list[SeenSlab] = []
         for is_front, halo in ((True, self.before), (False, self.after)):
             distance = 0
             for keys in self.slabs(halo):
-                found.append(SeenSlab(is_front, self._count_queries(axis, is_front, distance), keys, distance))
+                slabs.append(SeenSlab(is_front, self._count_queries(axis, is_front, distance), keys, distance))
                 distance += keys
-        return tuple(found)
+        return tuple(slabs)
 
     def _count_queries(self, axis: Axis, is_front: bool, distance: int) -> int:
         """Return the number of queries from one end of a part to the farthest query that sees distant halo keys.
@@ -110,8 +110,8 @@ class Halo:
         # In a dilation group, window bounds increase with the query. The queries that need keys before the part are
         # therefore the first queries of each group.
         sees = first < -distance if is_front else last[::-1] > self.part + distance
-        found = np.nonzero(sees)[0]
-        return int(found[-1]) + 1 if found.size else 0
+        indices = np.nonzero(sees)[0]
+        return int(indices[-1]) + 1 if indices.size else 0
 
     def _reach(self, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
         """Return the range of keys that each query of a part sees, relative to the start of the part.
@@ -224,10 +224,10 @@ def bytes_received(problem: Problem, parts: Sequence[int]) -> int:
         parts: Number of parts of each token dimension.
     """
     halos = halos_of(problem, parts)
-    own = math.prod(halo.part for halo in halos)
+    local = math.prod(halo.part for halo in halos)
     held = math.prod(halo.part + halo.received for halo in halos)
     per_token = problem.batch * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * problem.element.bytes
-    return (held - own) * per_token
+    return (held - local) * per_token
 
 
 def _indivisible(extent: int, parts: int) -> str:

@@ -190,13 +190,13 @@ def plot_windows(
 
 def _coordinates(query: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
     given = tuple(map(python_int, query)) if isinstance(query, Sequence) else (None,)
-    found = tuple(each for each in given if each is not None)
-    if len(found) < len(given):
+    indices = tuple(each for each in given if each is not None)
+    if len(indices) < len(given):
         raise TypeError(f"query must be a sequence of ints, got {shown(query)}")
     extents = tuple(axis.query_extent for axis in axes)
-    if len(found) != len(extents) or any(not 0 <= x < extent for x, extent in zip(found, extents, strict=True)):
+    if len(indices) != len(extents) or any(not 0 <= x < extent for x, extent in zip(indices, extents, strict=True)):
         raise ValueError(f"query must be coordinates inside of the layout {extents}, got {shown(query)}")
-    return found
+    return indices
 
 
 def axis_mask(axis: Axis) -> np.ndarray:

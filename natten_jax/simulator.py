@@ -109,8 +109,8 @@ def least_block_sparse_stride(problem: Problem, pair: TilePair, *, placement: Pl
 
 def _inner_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> tuple[int, int]:
     """Count the visits of query tiles to key/value tiles in a dimension: all visits, and visits without a mask."""
-    found = classified_tiles(axis, q_tile, (kv_tile,), placement, "forward", ((0, q_tile - 1),))
-    inner, _, full = map(int, found.classified[0])
+    tiles = classified_tiles(axis, q_tile, (kv_tile,), placement, "forward", ((0, q_tile - 1),))
+    inner, _, full = map(int, tiles.classified[0])
     return inner, full
 
 
@@ -153,15 +153,15 @@ def recommend_stride(
     Returns:
         The recommendation, or ``None`` if no pair has a stride with a fully block-sparse mask.
     """
-    found = []
+    recommendations = []
     for pair in pairs:
         stride = least_block_sparse_stride(problem, pair, placement=placement)
         if stride is not None:
             strided = problem.with_axes(stride=stride)
             simulation = simulate(strided, pair, calibration=calibration, placement=placement)
             if simulation.counts.is_fully_block_sparse:
-                found.append(Recommendation(stride, simulation))
-    return _smallest(found)
+                recommendations.append(Recommendation(stride, simulation))
+    return _smallest(recommendations)
 
 
 def _cost(simulation: Simulation) -> float:
@@ -169,16 +169,16 @@ def _cost(simulation: Simulation) -> float:
     return simulation.executed_flops if simulation.seconds is None else simulation.seconds
 
 
-_Found = TypeVar("_Found", Recommendation, "DilationRecommendation")
+_Recommended = TypeVar("_Recommended", Recommendation, "DilationRecommendation")
 
 
-def _smallest(found: Sequence[_Found]) -> _Found | None:
+def _smallest(recommendations: Sequence[_Recommended]) -> _Recommended | None:
     """Return the recommendation with the smallest stride or dilation at nearly the best speed.
 
-    Return ``None`` if ``found`` is empty.
+    Return ``None`` if ``recommendations`` is empty.
     """
-    least = min((_cost(each.simulation) for each in found), default=math.inf)
-    fast = [each for each in found if _cost(each.simulation) <= _NEARLY_BEST * least]
+    best = min((_cost(each.simulation) for each in recommendations), default=math.inf)
+    fast = [each for each in recommendations if _cost(each.simulation) <= _NEARLY_BEST * best]
     return min(fast, key=lambda each: (math.prod(each[0]), _cost(each.simulation)), default=None)
 
 
@@ -230,19 +230,19 @@ def recommend_dilation(
     Raises:
         ValueError: :func:`count_tiles` rejects the tiles or the placement.
     """
-    own = [simulate(problem, pair, calibration=calibration, placement=placement) for pair in pairs]
-    found = []
-    for pair in (each.pair for each in own):
+    undilated = [simulate(problem, pair, calibration=calibration, placement=placement) for pair in pairs]
+    recommendations = []
+    for pair in (each.pair for each in undilated):
         tiles = zip(problem.axes, *pair, strict=True)
         dilation = tuple(_dilation_with_fewest_tiles(*each, placement) for each in tiles)
         dilated = problem.with_axes(dilation=dilation)
         with contextlib.suppress(ValueError):  # the dilation groups have too many tiles to count
             simulation = simulate(dilated, pair, calibration=calibration, placement=placement)
-            found.append(DilationRecommendation(dilation, simulation))
-    least = min((_cost(each.simulation) for each in found), default=math.inf)
-    if not own or least * _NEARLY_BEST > min(map(_cost, own)):
+            recommendations.append(DilationRecommendation(dilation, simulation))
+    best = min((_cost(each.simulation) for each in recommendations), default=math.inf)
+    if not undilated or best * _NEARLY_BEST > min(map(_cost, undilated)):
         return None
-    return _smallest(found)
+    return _smallest(recommendations)
 
 
 def _dilation_with_fewest_tiles(axis: Axis, q_tile: int, kv_tile: int, placement: Placement) -> int:

@@ -18,13 +18,13 @@ Span = tuple[float, float]
 @contextlib.contextmanager
 def halos_first() -> Iterator[None]:
     """Enter a context in which programs are compiled without overlap: all halos arrive before any computation."""
-    decide = halos.gains
-    halos.gains = lambda *_: False
+    decide = halos.is_overlap_faster
+    halos.is_overlap_faster = lambda *_: False
     halos.profitable_overlap.cache_clear()
     try:
         yield
     finally:
-        halos.gains = decide
+        halos.is_overlap_faster = decide
         halos.profitable_overlap.cache_clear()
 
 

@@ -170,10 +170,10 @@ def flag(name: str, value: Any, *, or_none: bool = False) -> bool:
     if isinstance(value, bool):
         return value  # saves two calls
     check_static(name, value)
-    found = _python_bool(value)
-    if found is None:
+    result = _python_bool(value)
+    if result is None:
         raise TypeError(f"{name} must be {'None or ' if or_none else ''}a bool, got {_with_dtype(value)}")
-    return found
+    return result
 
 
 def hashable(value: Any) -> Any:
@@ -271,11 +271,11 @@ def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments]
         if key is None:
             return check(*arguments)
         if key not in results:
-            found = check(*arguments)
+            result = check(*arguments)
             if len(results) >= _MOST_RESULTS:
                 results.clear()
-            results[key] = found
-            return found
+            results[key] = result
+            return result
         return results[key]
 
     return result_of

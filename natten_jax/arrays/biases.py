@@ -62,11 +62,11 @@ def per_head_key_bias(inputs: Inputs) -> Inputs:
     return inputs._replace(key_bias=per_head, shared_key_bias=None)
 
 
-def with_shared_gradient(found: Gradients, inputs: Inputs) -> Gradients:
+def with_shared_gradient(gradients: Gradients, inputs: Inputs) -> Gradients:
     """Sum the gradient of a key bias over the heads that share it."""
-    if found.key_bias is None:
-        return found
-    return found._replace(key_bias=None, shared_key_bias=jnp.sum(found.key_bias, axis=(-2, -1)))
+    if gradients.key_bias is None:
+        return gradients
+    return gradients._replace(key_bias=None, shared_key_bias=jnp.sum(gradients.key_bias, axis=(-2, -1)))
 
 
 def table_of_each_entry(inputs: Inputs) -> jax.Array:
@@ -244,10 +244,10 @@ class KeyBiasColumns:
         )
         return operands._replace(inputs=inputs)
 
-    def result(self, found: Saved) -> Saved:
+    def result(self, saved: Saved) -> Saved:
         """Set the output to 0 and the logsumexp to ``-inf`` for queries without sinks whose keys are all hidden."""
-        has_no_keys = found.logsumexp < -_HIDDEN_SHARE * over_tokens(self.hidden_logit, found.out)[..., 0]
-        out, logsumexp, remainder = found
+        has_no_keys = saved.logsumexp < -_HIDDEN_SHARE * over_tokens(self.hidden_logit, saved.out)[..., 0]
+        out, logsumexp, remainder = saved
         out, logsumexp = jnp.where(has_no_keys[..., None], 0, out), jnp.where(has_no_keys, -jnp.inf, logsumexp)
         return Saved(out, logsumexp, None if remainder is None else jnp.where(has_no_keys, 0, remainder))
 
@@ -263,7 +263,7 @@ class KeyBiasColumns:
             has_no_keys &= is_real(layouts, logsumexp.shape[1:-1], for_queries=True)[..., None]
         return saved._replace(logsumexp=jnp.where(has_no_keys, 0, logsumexp))
 
-    def gradients(self, found: Gradients, operands: Operands) -> Gradients:
+    def gradients(self, gradients: Gradients, operands: Operands) -> Gradients:
         """Convert gradients of the kernels to gradients of the call's inputs.
 
         The kernels' gradient of an array ``scale`` includes the contribution of the columns. It is replaced by a
@@ -272,24 +272,24 @@ class KeyBiasColumns:
         """
         inputs, width = operands.inputs, self.problem.head_dim
         assert inputs.key_bias is not None
-        first_terms = found.key[..., width : width + columns_of(self.problem) : _TERMS].astype(self.bias.dtype)
+        first_terms = gradients.key[..., width : width + columns_of(self.problem) : _TERMS].astype(self.bias.dtype)
         bias_gradient = first_terms.reshape(inputs.key_bias.shape) / over_tokens(self.bias, inputs.key_bias)
-        found = found._replace(key_bias=bias_gradient)
+        gradients = gradients._replace(key_bias=bias_gradient)
         if self.query_factor is None:
-            return found
+            return gradients
         # Set the query's padding to zero: it may hold infinity or NaN, whose products with a gradient of zero are NaN.
         query = without_padding(operands.layouts, inputs).query
-        scaled_gradient = found.query[..., : query.shape[-1]].astype(self.scale.dtype)
-        if found.scale is not None:
+        scaled_gradient = gradients.query[..., : query.shape[-1]].astype(self.scale.dtype)
+        if gradients.scale is not None:
             products = products_of_heads(scaled_gradient, query.astype(scaled_gradient.dtype))
-            found = found._replace(scale=products / self.scale)
-        return found._replace(query=(scaled_gradient * over_tokens(self.query_factor, query)).astype(query.dtype))
+            gradients = gradients._replace(scale=products / self.scale)
+        return gradients._replace(query=(scaled_gradient * over_tokens(self.query_factor, query)).astype(query.dtype))
 
     def _query_columns(self) -> jax.Array:
         """Return the columns of queries, ``[batch or 1, 1, ..., heads, columns]``."""
         groups = self.problem.heads // self.problem.heads_kv
-        own = np.tile(np.repeat(np.eye(groups), _TERMS, axis=1), (self.problem.heads_kv, 1))
-        columns = self.column[..., None] * own[None].astype(self.column.dtype)
+        identity = np.tile(np.repeat(np.eye(groups), _TERMS, axis=1), (self.problem.heads_kv, 1))
+        columns = self.column[..., None] * identity[None].astype(self.column.dtype)
         return columns.reshape(columns.shape[0], *(1,) * self.problem.rank, *columns.shape[1:])
 
     def _key_columns(self, key_bias: jax.Array, key: jax.Array) -> jax.Array:

@@ -106,13 +106,13 @@ def is_real(layouts: jax.Array, shape: Sequence[int], *, for_queries: bool) -> j
         for_queries: True if the array's tokens are queries, False if they are keys and values.
     """
     rank, dimensions = len(shape), layouts.shape[-1]
-    found = jnp.ones((layouts.shape[0], *(1,) * rank), bool)
+    mask = jnp.ones((layouts.shape[0], *(1,) * rank), bool)
     for i, extent in enumerate(shape):
         row = layouts[:, :, dimensions - rank + i, None]
         token = jnp.arange(extent, dtype=jnp.int32)[None]
         is_inside = row[:, 0] + token < row[:, 1] if for_queries else token < row[:, 2]
-        found = found & is_inside.reshape(-1, *(extent if j == i else 1 for j in range(rank)))
-    return found
+        mask = mask & is_inside.reshape(-1, *(extent if j == i else 1 for j in range(rank)))
+    return mask
 
 
 def without_padding(layouts: jax.Array | None, arrays: _Arrays) -> _Arrays:

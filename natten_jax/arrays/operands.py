@@ -75,25 +75,25 @@ def roles_of(*arguments: Any) -> Sequence[Role]:
 
 @functools.lru_cache(maxsize=1024)
 def _roles_of(structure: Any) -> Sequence[Role]:
-    found: list[Role] = []
+    roles: list[Role] = []
     for argument in jax.tree.unflatten(structure, range(structure.num_leaves)):
         if isinstance(argument, tuple):
             arrays = [array for each in argument for array in (each if isinstance(each, tuple) else (each,))]
             pairs = zip(arrays, roles_of_fields(type(argument)), strict=True)
-            found += [role for array, role in pairs if array is not None]
+            roles += [role for array, role in pairs if array is not None]
         else:
-            found += [Role.WHOLE] * len(jax.tree.leaves(argument))  # arrays of a QueryBox
-    return found
+            roles += [Role.WHOLE] * len(jax.tree.leaves(argument))  # arrays of a QueryBox
+    return roles
 
 
 @functools.cache
 def roles_of_fields(kind: type) -> tuple[Role, ...]:
     """Return the roles of all arrays in a named tuple type, from its annotations. Nested named tuples are expanded."""
-    found: list[Role] = []
+    roles: list[Role] = []
     for hint in get_type_hints(kind, include_extras=True).values():
-        roles = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Role)]
-        found += roles or roles_of_fields(hint)
-    return tuple(found)
+        annotated = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Role)]
+        roles += annotated or roles_of_fields(hint)
+    return tuple(roles)
 
 
 class Inputs(NamedTuple):

@@ -157,14 +157,14 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
         TypeError: ``path`` is not a path.
         OSError: The file cannot be read.
     """
-    found = _content(path)
+    content = _content(path)
     where = f"path={os.fspath(path)!r}"
-    if isinstance(found, dict) and _TABLE_KEY in found and _KEY not in found:
+    if isinstance(content, dict) and _TABLE_KEY in content and _KEY not in content:
         try:
-            return Tuned(TunedTable.from_text(json.dumps(found)))
+            return Tuned(TunedTable.from_text(json.dumps(content)))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    best = _best_configuration(found, where)
+    best = _best_configuration(content, where)
     unknown = sorted(best.keys() - _ARGUMENTS)
     if unknown:
         raise ValueError(f"{where} has unknown arguments {', '.join(unknown)} ({_KEY}.{unknown[0]})")
@@ -190,11 +190,11 @@ def _content(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"path={where!r} is not valid JSON: {error}") from None
 
 
-def _best_configuration(found: Any, where: str) -> dict[str, Any]:
+def _best_configuration(content: Any, where: str) -> dict[str, Any]:
     """Return the value of the ``best_configuration`` field of a profiler's file."""
-    best = found.get(_KEY) if isinstance(found, dict) else None
+    best = content.get(_KEY) if isinstance(content, dict) else None
     if not isinstance(best, dict):
-        has = f"its {_KEY} is {shown(best)}" if isinstance(found, dict) and _KEY in found else f"it has no {_KEY}"
+        has = f"its {_KEY} is {shown(best)}" if isinstance(content, dict) and _KEY in content else f"it has no {_KEY}"
         raise ValueError(
             f"{where} does not hold a tuned configuration ({has}): write one with natten_jax.tune, or with "
             "python -m natten_jax.profiler ... --optimize --json PATH"
@@ -211,12 +211,12 @@ def _check(arguments: dict[str, Any]) -> None:
         if name in arguments and not (isinstance(arguments[name], list) and 1 <= len(arguments[name]) <= 3):
             raise TypeError(f"{name} must be a list of 1 to 3 ints, got {shown(arguments[name])}")
     rank = next((len(arguments[name]) for name in _TILES if name in arguments), 1)
-    others = {"backend", "attention_kwargs"}
-    performance = performance_of(rank, **{name: value for name, value in arguments.items() if name not in others})
+    excluded = {"backend", "attention_kwargs"}
+    performance = performance_of(rank, **{name: value for name, value in arguments.items() if name not in excluded})
     if "backend" in arguments:
         backends.find(arguments["backend"], "fna")
-    own = arguments.get("attention_kwargs")
-    checked_attention_kwargs(own, performance.flattened())
-    for name in own or {}:
+    attention_kwargs = arguments.get("attention_kwargs")
+    checked_attention_kwargs(attention_kwargs, performance.flattened())
+    for name in attention_kwargs or {}:
         if name not in (*ATTENTION_NAMES, "backend"):  # arguments that affect the result are not tuned
             raise TypeError(f"attention_kwargs has {shown(name)}, which is not a performance argument")

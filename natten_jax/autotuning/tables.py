@@ -99,13 +99,13 @@ class TunedTable:
         passes = content.get("tuned")
         if not isinstance(passes, list):
             raise ValueError(f"tuned must be a list, got {type(passes).__name__}")
-        found = []
+        tuned = []
         for number, each in enumerate(passes):
             try:
-                found.append(TunedPass.from_json(each))
+                tuned.append(TunedPass.from_json(each))
             except ValueError as error:
                 raise ValueError(f"tuned[{number}]: {error}") from None
-        return cls(content["device"], tuple(found))
+        return cls(content["device"], tuple(tuned))
 
     @functools.cached_property
     def _digest(self) -> str:
@@ -165,8 +165,8 @@ def table_for(*, is_box: bool = False) -> TunedTable | None:
 def shipped_tables() -> dict[str, TunedTable]:
     """Return the package's tables by kind of device. A table contains only configurations that beat the default."""
     files = resources.files("natten_jax.autotuning").joinpath("measured").iterdir()
-    found = [TunedTable.from_text(file.read_text(encoding="utf-8")) for file in files if file.name.endswith(".json")]
-    return {table.device: table for table in found}
+    tables = [TunedTable.from_text(file.read_text(encoding="utf-8")) for file in files if file.name.endswith(".json")]
+    return {table.device: table for table in tables}
 
 
 def is_switched_off() -> bool:
@@ -192,8 +192,8 @@ def measured(request: Request, device: Device, pass_: Pass) -> TunedPass | None:
     is_part = math.prod(request.parts) > 1
     if table is None or table.device != device.kind or names_configuration(request, pass_) or is_part:
         return None
-    found: TunedPass | None = table.find(request.problem, request.performance, request.precision, pass_)
-    return found if found is None or request.backend in (None, str(found.plan.backend)) else None
+    entry: TunedPass | None = table.find(request.problem, request.performance, request.precision, pass_)
+    return entry if entry is None or request.backend in (None, str(entry.plan.backend)) else None
 
 
 def names_configuration(request: Request, pass_: Pass) -> bool:

@@ -81,8 +81,8 @@ def find(name: str | BackendId, operator: Operator) -> Backend:
 
 def by_id(id_: BackendId) -> Backend:
     """Return a registered backend by its identifier, such as ``Plan.backend``."""
-    (found,) = [backend for backend in _registered if backend.family == id_.family]
-    return found
+    (match,) = [backend for backend in _registered if backend.family == id_.family]
+    return match
 
 
 def counterpart(name: str | None) -> str | None:

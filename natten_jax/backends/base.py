@@ -49,12 +49,12 @@ class Platform:
     def has(self, device: Device) -> bool:
         if device.platform != self.name:
             return False
-        least, found = self.compute_capability, device.compute_capability
-        if least is None:
+        required, capability = self.compute_capability, device.compute_capability
+        if required is None:
             return True
-        if found is None or found in self.others:
-            return found is not None
-        return found == least if self.is_exact else found >= least
+        if capability is None or capability in self.others:
+            return capability is not None
+        return capability == required if self.is_exact else capability >= required
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class Capabilities:
         features: Names of supported features. The backend rejects problems with ``"relative_bias"``, ``"key_bias"`` or
             ``"own_extents"`` (layouts with padding) if it does not support this feature. If one of the following
             features is not supported, the caller computes it by other means: ``"own_layouts"`` (batch entries with
-            different layouts in one call, see :meth:`Backend.takes_layouts_of`); ``"additional_kv"`` (additional tokens
+            different layouts in one call, see :meth:`Backend.supports_layouts`); ``"additional_kv"`` (additional tokens
             in the same kernels); ``"shared_key_bias"`` (key biases that all heads share, without a copy per head);
             ``"sinks"`` (sinks in the softmax, and their gradients). If ``"sinks"`` is supported, the kernels also apply
             :func:`natten_jax.arrays.biases.with_hidden_keys` to float32 biases and sinks.
@@ -164,15 +164,15 @@ class Earlier(NamedTuple):
 
 def heads_rejection(has: Capabilities, problem: Problem) -> str | None:
     """Return the reason why kernels do not support the head dimensions of a problem; ``None`` if they do."""
-    most = has.largest_head_dim
-    if most is None:
+    limit = has.largest_head_dim
+    if limit is None:
         return None
     for name in ("head_dim", "head_dim_v"):
-        if getattr(problem, name) > most:
-            return f"{name} must be at most {most}, not {getattr(problem, name)}"
+        if getattr(problem, name) > limit:
+            return f"{name} must be at most {limit}, not {getattr(problem, name)}"
     wider = with_columns(problem).head_dim if problem.key_bias and has.needs_columns(problem) else 0
-    if wider > most:
-        return f"a key_bias adds {wider - problem.head_dim} to head_dim, which must then be at most {most}"
+    if wider > limit:
+        return f"a key_bias adds {wider - problem.head_dim} to head_dim, which must then be at most {limit}"
     return None
 
 
@@ -232,7 +232,7 @@ class Backend(abc.ABC):
             return None
         return next(filter(None, map(native.missing, has.targets.get(pass_, ()))), None)
 
-    def takes_layouts_of(self, problem: Problem) -> bool:
+    def supports_layouts(self, problem: Problem) -> bool:
         """Return True if one call supports batch entries with different layouts. If not, each entry needs its own call.
 
         The result is False if wrapped keys may be processed in additional calls, because such a call has one origin for
@@ -275,8 +275,8 @@ class Backend(abc.ABC):
     def offers(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair) -> bool:
         largest = self.capabilities.largest_tiles(problem, device, pass_)
         return all(
-            len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= most
-            for tile, most in zip(pair, largest, strict=True)
+            len(tile) == problem.rank and min(tile) >= 1 and math.prod(tile) <= limit
+            for tile, limit in zip(pair, largest, strict=True)
         )
 
     def kernels(self, problem: Problem, pass_: Pass, pair: TilePair) -> str | None:

@@ -65,13 +65,13 @@ class CpuBackend(NativeBackend):
         delta_of_queries = delta(saved.out, *cotangents)
         per_query = saved.logsumexp, ffi.or_empty(saved.remainder), cotangents.out, delta_of_queries
         types = [ResultType(array.shape, array.dtype) for array in more[1:]]
-        found, (table_gradient, key_bias_gradient) = ffi.call_for_gradients(
+        grads, (table_gradient, key_bias_gradient) = ffi.call_for_gradients(
             _BACKWARD, plan, operands, (*more, *per_query), types
         )
-        found = ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)
+        grads = ffi.with_key_bias_gradient(grads, inputs, key_bias_gradient)
         if inputs.relative_bias is not None:
-            found = found._replace(relative_bias=gradient_of_shared_table(table_gradient, inputs.relative_bias))
-        return ffi.with_sinks_gradient(found, inputs, saved.logsumexp, delta_of_queries)
+            grads = grads._replace(relative_bias=gradient_of_shared_table(table_gradient, inputs.relative_bias))
+        return ffi.with_sinks_gradient(grads, inputs, saved.logsumexp, delta_of_queries)
 
 
 def _more_operands(problem: Problem, operands: Operands) -> list[jax.Array]:

@@ -86,9 +86,9 @@ def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
         axis.dilation * (2 * -(-extent // (axis.dilation * rows)) - 1)
         for axis, extent, rows in zip(problem.axes, extents, plan.tiles[1], strict=True)
     )
-    own = sinks.shape[0]  # number of batch entries with separate sinks, or 1 if all entries share them
-    tile_parts = own * heads * _filled_up(operands.inputs.query.shape[0] // own * tiles)
-    return _float32(max(tile_parts, own * max(_MOST_SINKS_PARTS // own, 1) * _filled_up(heads)))
+    entries = sinks.shape[0]  # number of batch entries with separate sinks, or 1 if all entries share them
+    tile_parts = entries * heads * _filled_up(operands.inputs.query.shape[0] // entries * tiles)
+    return _float32(max(tile_parts, entries * max(_MOST_SINKS_PARTS // entries, 1) * _filled_up(heads)))
 
 
 def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
@@ -139,7 +139,7 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
     additional_width = problem.head_dim + problem.head_dim_v
     columns, rows = with_kernel_tiles(problem, plan.tiles)
     tables, sinks = or_empty(inputs.relative_bias), or_empty(inputs.sinks)
-    added = ffi.layouts_operand(operands), tables, ffi.key_bias_operand(problem, operands), sinks
+    biases = ffi.layouts_operand(operands), tables, ffi.key_bias_operand(problem, operands), sinks
     results = [
         _float32(batch, count, heads, 4),
         # Partial sums of the gradients of additional tokens. The queries are split into parts, with one sum per part.
@@ -152,10 +152,10 @@ def _small_gradients(plan: Plan, operands: Operands, saved: Saved, cotangents: C
         _float32(*sinks.shape),
         ffi.entry_maps(operands, 2 * _ENTRY_MAPS),
     ]
-    arrays = *added, *map(or_empty, query_arrays)
-    found, behind = ffi.call_for_gradients(_SMALL_BACKWARD, plan, operands, arrays, results)
+    arrays = *biases, *map(or_empty, query_arrays)
+    grads, behind = ffi.call_for_gradients(_SMALL_BACKWARD, plan, operands, arrays, results)
     *_, table_gradient, key_bias_gradient, _, sinks_gradient, _ = behind
-    return ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)._replace(
+    return ffi.with_key_bias_gradient(grads, inputs, key_bias_gradient)._replace(
         sinks=None if inputs.sinks is None else sinks_gradient,
         relative_bias=None if inputs.relative_bias is None else table_gradient,
     )
@@ -261,17 +261,17 @@ class CutlassBackend(NativeBackend):
         need the biases as additional columns, but may still be faster. This method chooses the kernels with the smaller
         predicted time. If tiles are requested, it chooses the kernels that offer these tiles.
         """
-        found = super().widened(problem, device, pass_, pair)
-        if not found.key_bias:
-            return found
+        narrow = super().widened(problem, device, pass_, pair)
+        if not narrow.key_bias:
+            return narrow
         wider = with_wide_heads(self.capabilities, with_columns(problem))
         if heads_rejection(self.capabilities, wider) is not None:
-            return found
+            return narrow
         if pair is not None:
-            is_own = self.offers(found, device, pass_, pair) or not self.offers(wider, device, pass_, pair)
+            is_narrow = self.offers(narrow, device, pass_, pair) or not self.offers(wider, device, pass_, pair)
         else:
-            is_own = _ranked_pairs(found, device, pass_)[0][1] <= _ranked_pairs(wider, device, pass_)[0][1]
-        return found if is_own else wider
+            is_narrow = _ranked_pairs(narrow, device, pass_)[0][1] <= _ranked_pairs(wider, device, pass_)[0][1]
+        return narrow if is_narrow else wider
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:
         """Return the pairs of query and key/value tiles, sorted by predicted time, with the fastest pair first."""
@@ -311,9 +311,9 @@ class CutlassBackend(NativeBackend):
     def call_forward(self, plan: Plan, operands: Operands, types: list[ResultType]) -> list[jax.Array]:
         if plan.kernels == _SMALL_WINDOWS:
             return _call_small_forward(plan, operands, types)
-        added = ffi.layouts_operand(operands), ffi.key_bias_operand(plan.problem, operands)
+        biases = ffi.layouts_operand(operands), ffi.key_bias_operand(plan.problem, operands)
         arrays, is_accurate = ffi.forward_operands(plan.problem, operands), plan.precision not in _TF32_PRECISIONS
-        return native.call(_FORWARD, types, *arrays, *added, **ffi.attributes(plan), is_accurate=int(is_accurate))
+        return native.call(_FORWARD, types, *arrays, *biases, **ffi.attributes(plan), is_accurate=int(is_accurate))
 
     def call_backward(self, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents) -> Gradients:
         problem, performance, inputs = plan.problem, plan.performance, operands.inputs
@@ -337,9 +337,9 @@ class CutlassBackend(NativeBackend):
         options = {"is_accurate": int(plan.precision not in _TF32_PRECISIONS)}
         options["kv_splits"] = 1 if performance.backward_deterministic else splits
         arrays = *biases, logsumexp, or_empty(remainder), cotangents.out, delta_of_queries
-        found, (key_bias_gradient, *_) = ffi.call_for_gradients(_BACKWARD, plan, operands, arrays, behind, **options)
-        found = ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)
-        return ffi.with_sinks_gradient(found, inputs, logsumexp, delta_of_queries)
+        grads, (key_bias_gradient, *_) = ffi.call_for_gradients(_BACKWARD, plan, operands, arrays, behind, **options)
+        grads = ffi.with_key_bias_gradient(grads, inputs, key_bias_gradient)
+        return ffi.with_sinks_gradient(grads, inputs, logsumexp, delta_of_queries)
 
 
 def scratch_elements(problem: Problem, query: jax.Array, performance: Performance) -> int:
@@ -361,8 +361,8 @@ def scratch_elements(problem: Problem, query: jax.Array, performance: Performanc
         4 * math.prod(query.shape[1:]) // heads_kv
     )  # bytes of the accumulators of all query heads that share a key/value head
 
-    def at_once(count: int, each: int) -> int:
-        turns = 1 if limit is None else math.ceil(count / max(limit // each, 1))
+    def at_once(count: int, item_bytes: int) -> int:
+        turns = 1 if limit is None else math.ceil(count / max(limit // item_bytes, 1))
         return math.ceil(count / turns)
 
     entries = at_once(batch, heads_kv * head_bytes)
@@ -386,14 +386,14 @@ def _missing_code(capability: ComputeCapability) -> str | None:
 
 def _large_tile_sizes(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[int, int], ...]:
     """Return the large-window tile sizes to rank, as pairs: queries per query tile, keys per key/value tile."""
-    most, keys = _largest_tiles(problem, device, pass_)  # for both passes, because it raises if heads are too wide
+    queries, keys = _largest_tiles(problem, device, pass_)  # for both passes, because it raises if heads are too wide
     if pass_ == "backward":
         return (64, 128), (64, 64), (128, 128), (128, 64)
-    rows = min(most, keys)
+    rows = min(queries, keys)
     # Query tiles with fewer than `rows` queries leave some of the kernel's rows idle. They are faster only if there are
     # few queries or the windows are narrow.
     sizes = (rows, 64), (rows, 128), (64, 64), (64, 128), (32, 128)
-    return (*sizes, (most, 64)) if most > rows else sizes
+    return (*sizes, (queries, 64)) if queries > rows else sizes
 
 
 def _is_for_small_windows(problem: Problem) -> bool:
@@ -410,11 +410,11 @@ def _small_windows_take_biases(problem: Problem) -> bool:
 def _ranked_pairs(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[TilePair, float], ...]:
     sizes = _large_tile_sizes(problem, device, pass_)
     pairs = [pair for size in sizes for pair in tile_pairs_of_sizes(*size, problem.rank)]
-    found: list[tuple[TilePair, float]] = []
+    ranked: list[tuple[TilePair, float]] = []
     if _small_windows_take_biases(problem):
-        found += small_windows.ranked(CutlassBackend.family, problem, pass_, device.compute_capability)
+        ranked += small_windows.ranked(CutlassBackend.family, problem, pass_, device.compute_capability)
     if _is_for_small_windows(problem):
-        return tuple(found)
+        return tuple(ranked)
     if problem.dtype == "float32":
         # The time model covers only 16-bit elements. Kernels are compiled for certain sizes of a head in bytes, so
         # model a float32 head as a 16-bit head of twice the width.
@@ -422,5 +422,5 @@ def _ranked_pairs(problem: Problem, device: Device, pass_: Pass) -> tuple[tuple[
             min(2 * each, _LIMITS["largest_head_dim"]) for each in (problem.head_dim, problem.head_dim_v)
         )
         problem = dataclasses.replace(problem, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim_v)
-    found += rank(shortened(problem), dict.fromkeys(pairs), pass_, calibration_for(CutlassBackend.family))
-    return tuple(sorted(found, key=operator.itemgetter(1)))
+    ranked += rank(shortened(problem), dict.fromkeys(pairs), pass_, calibration_for(CutlassBackend.family))
+    return tuple(sorted(ranked, key=operator.itemgetter(1)))

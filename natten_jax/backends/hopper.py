@@ -182,9 +182,9 @@ class HopperBackend(NativeBackend):
         types = [ResultType((scratch,), jnp.float32), ffi.key_bias_gradient_type(problem, operands)]
         types.append(ffi.entry_maps(operands, _BACKWARD_ENTRY_MAPS))
         options = {"is_deterministic": int(performance.backward_deterministic)}
-        found, (_, key_bias_gradient, _) = ffi.call_for_gradients(_BACKWARD, plan, operands, added, types, **options)
-        found = ffi.with_key_bias_gradient(found, inputs, key_bias_gradient)
-        return ffi.with_sinks_gradient(found, inputs, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1))
+        grads, (_, key_bias_gradient, _) = ffi.call_for_gradients(_BACKWARD, plan, operands, added, types, **options)
+        grads = ffi.with_key_bias_gradient(grads, inputs, key_bias_gradient)
+        return ffi.with_sinks_gradient(grads, inputs, logsumexp, jnp.moveaxis(statistics[..., 1], 1, -1))
 
 
 #: Scratch memory of the forward kernels, which contains a counter of query tiles.

@@ -104,9 +104,9 @@ class Visits(NamedTuple):
     inner: int
 
 
-def _product(found: Iterable[Visits]) -> Visits:
+def _product(counts: Iterable[Visits]) -> Visits:
     """Multiply the counts of all dimensions to get the counts of a layout."""
-    return Visits(*map(math.prod, zip(*found, strict=True)))
+    return Visits(*map(math.prod, zip(*counts, strict=True)))
 
 
 def _dimensions(plan: Plan, halos: Sequence[Halo]) -> Iterator[tuple[Axis, Halo, tuple[int, int]]]:
@@ -148,11 +148,11 @@ def visits(axis: Axis, pass_: Pass, tile: tuple[int, int], queries: Range, keys:
 
 def visits_at_once(plan: Plan, halos: Sequence[Halo]) -> Visits:
     """Count the tiles of one call over a shard's keys and all its halos, for the shard that visits the most tiles."""
-    found = []
+    counts = []
     for axis, halo, tile in _dimensions(plan, halos):
         ranges = [((first, first + halo.part), halo.held(first)) for first in _starts_of_some_parts(halo)]
-        found.append(max((visits(axis, plan.pass_, tile, *each) for each in ranges), key=lambda each: each.inner))
-    return _product(found)
+        counts.append(max((visits(axis, plan.pass_, tile, *each) for each in ranges), key=lambda each: each.inner))
+    return _product(counts)
 
 
 def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> list[Visits]:
@@ -166,8 +166,8 @@ def slab_visits(axis: Axis, pass_: Pass, tile: tuple[int, int], halo: Halo) -> l
         before, after = halo.before, halo.after
         if halo.changes_places:
             before, after = (before, 0) if first > 0 else (0, after)
-        own = first, first + halo.part
-        ranges = [(own, own), (own, (own[0] - before, own[1] + after))]
+        local = first, first + halo.part
+        ranges = [(local, local), (local, (local[0] - before, local[1] + after))]
         for slab in halo.seen_slabs(axis):
             is_front = first > 0 if slab.is_front is None else slab.is_front
             query, key = (first + start for start in slab.starts(halo.part, is_front))
@@ -378,10 +378,10 @@ def profitable_overlap(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | No
         return None
     halos = tuple(halo.evened() for halo in halos)
     by_keys = _by_keys(plan, halos)
-    return by_keys if by_keys is not None and gains(plan, halos, by_keys) else None
+    return by_keys if by_keys is not None and is_overlap_faster(plan, halos, by_keys) else None
 
 
-def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
+def is_overlap_faster(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
     """Return True if overlapping computation and halo exchange is predicted to be faster than receiving halos first.
 
     The result is False if there is no predicted time for the kernels.
@@ -394,9 +394,9 @@ def gains(plan: Plan, halos: Sequence[Halo], by_keys: HaloStrategy) -> bool:
     calibration = calibration_for(plan.backend.family)
     if calibration is None:
         return False
-    meanwhile = _split_time(plan, halos, by_keys, calibration)
-    first = _split_time(plan, halos, _halos_first(plan, halos), calibration)
-    return meanwhile is not None and first is not None and meanwhile.seconds < first.seconds
+    overlapped = _split_time(plan, halos, by_keys, calibration)
+    sequential = _split_time(plan, halos, _halos_first(plan, halos), calibration)
+    return overlapped is not None and sequential is not None and overlapped.seconds < sequential.seconds
 
 
 def retile_for_shard(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePair]) -> Plan:
@@ -432,6 +432,6 @@ def _fastest(plan: Plan, parts: tuple[int, ...], pairs: tuple[TilePair, ...]) ->
     whole = seconds(plan)
     if whole == math.inf:
         return plan
-    others = [dataclasses.replace(plan, performance=plan.performance.with_tiles(plan.pass_, pair)) for pair in pairs]
-    fastest = min(others, key=seconds)
+    retiled = [dataclasses.replace(plan, performance=plan.performance.with_tiles(plan.pass_, pair)) for pair in pairs]
+    fastest = min(retiled, key=seconds)
     return fastest if seconds(fastest) < _CLEARLY_FASTER * whole else plan

@@ -209,11 +209,11 @@ def rank(
         same_size.setdefault(pair[outer_side], []).append(pair)
     timed: list[tuple[TilePair, float]] = []
     for by_outer in by_size.values():
-        found = [pair for group in by_outer.values() for pair in group]
-        if small_windows.is_for(calibration, problem, pass_, found[0]):
-            estimates = ((pair, small_windows.seconds(calibration, problem, pass_, pair)) for pair in found)
+        members = [pair for group in by_outer.values() for pair in group]
+        if small_windows.is_for(calibration, problem, pass_, members[0]):
+            estimates = ((pair, small_windows.seconds(calibration, problem, pass_, pair)) for pair in members)
             timed += [(pair, seconds) for pair, seconds in estimates if seconds is not None]
-        elif (kernel := calibration.kernel(problem, found[0], pass_)) is not None:
+        elif (kernel := calibration.kernel(problem, members[0], pass_)) is not None:
             tiles = []
             for outer, group in by_outer.items():
                 inner = tuple([pair[inner_side] for pair in group])
@@ -221,7 +221,7 @@ def rank(
                 outer_tiles = np.full(len(group), parts.outer)
                 tiles.append((outer_tiles, parts.inner, parts.seen_parts / kernel.row_groups, parts.partial))
             counts = TimedTiles(*map(np.concatenate, zip(*tiles, strict=True)))
-            timed += zip(found, predict(problem, counts, pass_, kernel, calibration).tolist(), strict=True)
+            timed += zip(members, predict(problem, counts, pass_, kernel, calibration).tolist(), strict=True)
     # If predicted times are equal, prefer tiles that are longer in the leading dimensions: on an H200, a pass with
     # tiles (16, 8) took 5% less time than with (8, 16).
     timed.sort(reverse=True)

@@ -126,10 +126,10 @@ def estimate(
     if calibration is None or not are_selected(problem, pass_, pair):
         return None
     native_estimate, ring = _native_estimate(problem, pass_, compute_capability, calibration.multiprocessors)
-    found = native_estimate(*with_kernel_tiles(problem, pair))
-    if found is None:
+    prediction = native_estimate(*with_kernel_tiles(problem, pair))
+    if prediction is None:
         return None
-    launches, work = list(found["launches"]), found["seconds"]
+    launches, work = list(prediction["launches"]), prediction["seconds"]
     for i, launch in enumerate(launches):
         if ring is not None and launch["kernel"] == "key/value gradient" and ring["seconds"] < launch["seconds"]:
             work += ring["seconds"] - launch["seconds"]
@@ -169,8 +169,8 @@ def _native_estimate(
 
 def seconds(calibration: Calibration, problem: Problem, pass_: Pass, pair: TilePair) -> float | None:
     """Return ``Estimate.seconds`` for the device of a calibration; ``None`` if :func:`estimate` returns ``None``."""
-    found = estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
-    return None if found is None else found.seconds
+    prediction = estimate(calibration.family, problem, pass_, pair, calibration.compute_capability)
+    return None if prediction is None else prediction.seconds
 
 
 def ranked(
@@ -191,9 +191,9 @@ def ranked(
     tokens, problem = tile_tokens(problem, pass_), shortened(problem)
     pairs = [] if tokens is None else tile_pairs_of_sizes(*tokens, problem.rank)
     estimates = ((pair, estimate(family, problem, pass_, pair, compute_capability)) for pair in pairs)
-    taken = [(pair, found) for pair, found in estimates if found is not None]
+    supported = [(pair, prediction) for pair, prediction in estimates if prediction is not None]
     # With 14 x 14 tokens and 512 heads, the gradients took 52 microseconds with key tiles of 8 x 2, and 59 microseconds
     # with key tiles of 16 x 1.
     rows = 0 if pass_ == "forward" else 1
-    taken.sort(key=lambda each: (each[1].work, max(each[0][rows])))
-    yield from ((pair, found.seconds) for pair, found in taken)
+    supported.sort(key=lambda each: (each[1].work, max(each[0][rows])))
+    yield from ((pair, prediction.seconds) for pair, prediction in supported)

@@ -97,8 +97,8 @@ def shortened(problem: Problem) -> Problem:
         return problem
     axes = []
     for axis in problem.axes:
-        most = _RANKED_TOKENS * axis.dilation
-        short = axis.within(min(axis.query_extent, most), min(axis.kv_extent, most))
+        max_inner = _RANKED_TOKENS * axis.dilation
+        short = axis.within(min(axis.query_extent, max_inner), min(axis.kv_extent, max_inner))
         axes.append(dataclasses.replace(short, kernel_size=int(short.kernel_size), stride=int(short.stride)))
     return dataclasses.replace(problem, axes=tuple(axes))
 
@@ -195,28 +195,28 @@ def classified_tiles(
         ValueError: The dimension has too many tiles.
     """
     classified: Any = np.zeros((3 ** len(rows), len(inner_tiles)), object)
-    outer = most = hull_pairs = 0
+    outer = max_inner = hull_pairs = 0
     for groups, queries, keys in axis.dilation_groups():
-        tokens, others = (queries, keys) if pass_ == "forward" else (keys, queries)
+        tokens, inner_tokens = (queries, keys) if pass_ == "forward" else (keys, queries)
         tile = min(outer_tile, tokens)
         check_countable(tokens, tile)
-        check_countable(others, min(inner_tiles))
+        check_countable(inner_tokens, min(inner_tiles))
         tiles = -(-tokens // tile)
         outer += groups * tiles
-        extents = np.minimum(inner_tiles, others + 1)[:, np.newaxis]
+        extents = np.minimum(inner_tiles, inner_tokens + 1)[:, np.newaxis]
         offsets = np.array([0, tile - 1, *itertools.chain(*rows)])[:, np.newaxis]
         for numbers in _chunks(tiles):
             first = numbers * tile
             last = np.minimum(first + tile, tokens) - 1
             index = np.minimum(first + offsets, last)  # rows after the last token count as the last token
             begin, end = axis.bounds(index, (queries, keys), of_query=pass_ == "forward")
-            counts = _count_classified(begin, np.minimum(end, others), end, extents, placement)
+            counts = _count_classified(begin, np.minimum(end, inner_tokens), end, extents, placement)
             classified += groups * counts.sum(axis=-1).astype(object)
-            most = max(most, int(counts[0].max()))
+            max_inner = max(max_inner, int(counts[0].max()))
             hull = np.maximum(end[1] - begin[0], 0)
             hull_pairs += groups * int((hull * (last - first + 1)).sum())
     classified = classified.T if classified.max() >= _SMALL_ENTRY else classified.T.astype(np.int64)
-    return ClassifiedTiles(outer, classified, most, hull_pairs)
+    return ClassifiedTiles(outer, classified, max_inner, hull_pairs)
 
 
 def _count_classified(begin: Any, core_end: Any, end: Any, extents: Any, placement: Placement) -> Any:
@@ -285,20 +285,20 @@ def part_counts(
     classified: Any = np.ones((1, 1), np.int64)
     for axis, tile, (extents, numbers), rows in zip(problem.axes, outer_tile, extents_of_axes, boxes, strict=True):
         distinct = tuple(dict.fromkeys(rows))
-        found = classified_tiles(axis, tile, extents, placement, pass_, distinct)
-        classified = classified * found.classified[numbers][:, _strictest(tuple(map(distinct.index, rows)))]
-        outer *= found.outer
-        most_inner *= found.most_inner
-        hull_pairs *= found.hull_pairs
+        counts = classified_tiles(axis, tile, extents, placement, pass_, distinct)
+        classified = classified * counts.classified[numbers][:, _strictest(tuple(map(distinct.index, rows)))]
+        outer *= counts.outer
+        most_inner *= counts.most_inner
+        hull_pairs *= counts.hull_pairs
     weights = _weights(row_groups, math.prod(inner_tiles[0]) == kernel.inner_tokens)
     parts = PartCounts._make([outer, *(classified @ weights).T, most_inner, hull_pairs])
     if not problem.additional_kv:
         return parts
-    added = PartCounts(*np.array([_added_parts(problem, outer, each, kernel, pass_) for each in inner_tiles], object).T)
-    total = PartCounts(*map(operator.add, parts, added))
+    extra = PartCounts(*np.array([_added_parts(problem, outer, each, kernel, pass_) for each in inner_tiles], object).T)
+    total = PartCounts(*map(operator.add, parts, extra))
     if pass_ == "forward":  # the same outer tiles visit the additional tokens
         return total
-    return total._replace(most_inner=np.maximum(parts.most_inner, added.most_inner))
+    return total._replace(most_inner=np.maximum(parts.most_inner, extra.most_inner))
 
 
 def _added_parts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel, pass_: Pass) -> PartCounts:
@@ -311,23 +311,23 @@ def _added_parts(problem: Problem, outer: int, inner_tile: Shape, kernel: Kernel
     full_tiles, rest = divmod(problem.additional_kv, tokens)
     tiles = full_tiles + bool(rest)
     if pass_ == "forward":
-        own, most_inner, inner, full = 0, tiles, outer * tiles, outer * full_tiles
+        added, most_inner, inner, full = 0, tiles, outer * tiles, outer * full_tiles
     else:
         # Every outer tile of additional tokens visits all queries. The inner tiles cover the layout from its first
         # token on, without regard to dilation.
         extents = list(zip(problem.query_layout, inner_tile, strict=True))
-        own, most_inner = tiles, math.prod(-(-extent // tile) for extent, tile in extents)
+        added, most_inner = tiles, math.prod(-(-extent // tile) for extent, tile in extents)
         fills = math.prod(inner_tile) == kernel.inner_tokens
         inner, full = tiles * most_inner, full_tiles * math.prod(extent // tile for extent, tile in extents) * fills
     hull_pairs, row_groups = math.prod(problem.query_layout) * problem.additional_kv, kernel.row_groups
-    return PartCounts(own, inner, full, row_groups * inner, row_groups * full, inner - full, most_inner, hull_pairs)
+    return PartCounts(added, inner, full, row_groups * inner, row_groups * full, inner - full, most_inner, hull_pairs)
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _distinct_extents(inner_tiles: tuple[Shape, ...]) -> list[tuple[tuple[int, ...], Any]]:
     """Return, per dimension, the distinct extents of the tiles, and the index of each tile's extent in this list."""
-    found = [np.unique(extents, return_inverse=True) for extents in zip(*inner_tiles, strict=True)]
-    return [(tuple(values.tolist()), numbers) for values, numbers in found]
+    distinct = [np.unique(extents, return_inverse=True) for extents in zip(*inner_tiles, strict=True)]
+    return [(tuple(values.tolist()), numbers) for values, numbers in distinct]
 
 
 @functools.lru_cache(maxsize=1 << 10)

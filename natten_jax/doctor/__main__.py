@@ -143,22 +143,22 @@ def problem_line(request: Request, device: Device, pass_: Pass) -> str:
     table: ConfigurationTable | None = tables.shipped(device) if request.tuned is None else request.tuned
     if table is None:
         return f"miss: {_no_table(device)}"
-    found = tables.measured(request, device, pass_)
-    if found is None:
+    entry = tables.measured(request, device, pass_)
+    if entry is None:
         if tables.names_configuration(request, pass_) or request.backend is not None:
             return "miss: the call names a configuration"
         same = "batch, heads and element type must also be equal"
         return f"miss: the table of {table.device} does not contain this problem; {same}"
-    if reason := select.staleness(found.plan, device):
+    if reason := select.staleness(entry.plan, device):
         return f"miss: it was measured, but this build cannot run the measured configuration: {reason}"
-    times = f"{1e3 * found.default_seconds:.4g} ms"
-    if found.is_default:
+    times = f"{1e3 * entry.default_seconds:.4g} ms"
+    if entry.is_default:
         return f"hit: no configuration was clearly faster than the default ({times})"
-    q_tile, kv_tile = found.plan.tiles
-    gain = found.default_seconds / found.seconds
+    q_tile, kv_tile = entry.plan.tiles
+    gain = entry.default_seconds / entry.seconds
     return (
-        f"hit: {found.plan.backend}, query tile {q_tile}, key/value tile {kv_tile}; "
-        f"{1e3 * found.seconds:.4g} ms, by default {times} ({gain:.2f} times as fast)"
+        f"hit: {entry.plan.backend}, query tile {q_tile}, key/value tile {kv_tile}; "
+        f"{1e3 * entry.seconds:.4g} ms, by default {times} ({gain:.2f} times as fast)"
     )
 
 

@@ -104,9 +104,9 @@ def arrays_of(problem: Problem) -> dict[str, np.ndarray]:
     """Return normally distributed operands and cotangents of a problem, by name. All calls return the same values."""
     few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
     rng, dtype = np.random.default_rng(0), jnp.dtype(problem.dtype)
-    found = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes_of(few).items()}
-    found["logsumexp_cotangent"] = rng.standard_normal(found["query"].shape[:-1], np.float32)
-    return {name: np.resize(array, (problem.batch, *array.shape[1:])) for name, array in found.items()}
+    arrays = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes_of(few).items()}
+    arrays["logsumexp_cotangent"] = rng.standard_normal(arrays["query"].shape[:-1], np.float32)
+    return {name: np.resize(array, (problem.batch, *array.shape[1:])) for name, array in arrays.items()}
 
 
 def operands_of(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -141,16 +141,16 @@ def reference(problem: Problem, arrays: Mapping[str, np.ndarray]) -> dict[str, n
     lse_cotangent = inputs["logsumexp_cotangent"].reshape(problem.batch, -1, problem.heads, 1).swapaxes(1, 2)
     delta = (out_cotangent * out).sum(axis=-1, keepdims=True) - lse_cotangent
     d_logits = problem.scale * weights * (out_cotangent @ values.swapaxes(2, 3) - delta)
-    found = {"out": out, "lse": lse, "d_query": d_logits @ keys}
+    results = {"out": out, "lse": lse, "d_query": d_logits @ keys}
     gradients = {"key": d_logits.swapaxes(2, 3) @ query, "value": weights.swapaxes(2, 3) @ out_cotangent}
     for name, per_query_head in gradients.items():
         # The gradient of a key/value head is the sum over the query heads that share it.
         gradient = per_query_head.reshape(problem.batch, problem.heads_kv, group, *per_query_head.shape[2:]).sum(axis=2)
-        own = gradient.shape[2] - problem.additional_kv
-        found[f"d_{name}"], found[f"d_additional_{name}s"] = np.split(gradient, [own], axis=2)
+        local = gradient.shape[2] - problem.additional_kv
+        results[f"d_{name}"], results[f"d_additional_{name}s"] = np.split(gradient, [local], axis=2)
     shapes = {"out": inputs["out_cotangent"].shape, "lse": inputs["logsumexp_cotangent"].shape}
     shapes |= {f"d_{name}": array.shape for name, array in operands_of(inputs).items()}
-    return {name: found[name].swapaxes(1, 2).reshape(shape) for name, shape in shapes.items()}
+    return {name: results[name].swapaxes(1, 2).reshape(shape) for name, shape in shapes.items()}
 
 
 def id_of(name: str) -> BackendId:
@@ -252,12 +252,12 @@ class _Session:
         return "; ".join(self._time(problem, pass_) for pass_ in PASSES if self._rejection(problem, pass_) is None)
 
     def _time(self, problem: Problem, pass_: Pass) -> str:
-        own, baseline = _milliseconds(problem, str(self.id_), pass_), self.baseline
-        text = f"{'forward' if pass_ == 'forward' else 'with gradients'} {_shown(own)}"
-        if baseline is None or isinstance(own, str):
+        seconds, baseline = _milliseconds(problem, str(self.id_), pass_), self.baseline
+        text = f"{'forward' if pass_ == 'forward' else 'with gradients'} {_shown(seconds)}"
+        if baseline is None or isinstance(seconds, str):
             return text
         other = _milliseconds(problem, str(baseline), pass_)
-        ratio = "" if isinstance(other, str) else f", {other / own:.2f} times as fast"
+        ratio = "" if isinstance(other, str) else f", {other / seconds:.2f} times as fast"
         return f"{text} ({baseline} {_shown(other)}{ratio})"
 
     def _advice(self) -> Iterator[str]:
@@ -295,14 +295,14 @@ def relative_errors(problem: Problem, backend: str, *, with_gradients: bool) -> 
     expected = reference(few, {name: array[: few.batch] for name, array in arrays.items()})
     with jax.enable_x64(problem.dtype == "float64"):
         run, arguments = _program(problem, backend, arrays, with_gradients)
-        found = [{name: np.asarray(each, np.float64) for name, each in run(*arguments).items()} for _ in range(RUNS)]
-    computed = {name: array for name, array in expected.items() if name in found[0]}
-    return {name: max(_distance(each[name], array) for each in found) for name, array in computed.items()}
+        results = [{name: np.asarray(each, np.float64) for name, each in run(*arguments).items()} for _ in range(RUNS)]
+    computed = {name: array for name, array in expected.items() if name in results[0]}
+    return {name: max(_distance(each[name], array) for each in results) for name, array in computed.items()}
 
 
-def _distance(found: np.ndarray, expected: np.ndarray) -> float:
-    expected = np.resize(expected, found.shape)
-    distance = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+def _distance(computed: np.ndarray, expected: np.ndarray) -> float:
+    expected = np.resize(expected, computed.shape)
+    distance = float(np.linalg.norm(computed - expected) / np.linalg.norm(expected))
     return distance if np.isfinite(distance) else np.inf
 
 
@@ -334,8 +334,8 @@ def _milliseconds(problem: Problem, backend: str, pass_: Pass) -> float | str:
             run, arguments = _program(problem, backend, arrays_of(problem), pass_ == "backward")
             jax.block_until_ready(run(*arguments))
             times: list[float] = []
-            least, most = _TIMED_CALLS
-            while len(times) < least or (sum(times) < _TIMED_SECONDS and len(times) < most):
+            min_calls, max_calls = _TIMED_CALLS
+            while len(times) < min_calls or (sum(times) < _TIMED_SECONDS and len(times) < max_calls):
                 start = time.perf_counter()
                 jax.block_until_ready(run(*arguments))
                 times.append(time.perf_counter() - start)

@@ -48,8 +48,8 @@ from natten_jax.sharding.halos.exchange import Exchange, lines_of
 def _compute_plain(plan: Plan, call: DeviceCall, operands: Operands) -> Differentiable:
     backend: Any = backends.by_id(plan.backend)
     operands = operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
-    found = backend.forward_differentiable(plan, converted(plan.problem, operands))
-    return found._replace(out=scaled(plan.problem, operands, found.out))
+    results = backend.forward_differentiable(plan, converted(plan.problem, operands))
+    return results._replace(out=scaled(plan.problem, operands, results.out))
 
 
 def _derive_plain(
@@ -77,17 +77,17 @@ def _derive_plain(
     """
     (operands,) = jax.tree.unflatten(structure, primals)
     operands = operands._replace(inputs=with_hidden_keys_of_inputs(operands.inputs))
-    found = Differentiable(*results)
+    outputs = Differentiable(*results)
     backend: Any = backends.by_id(plan.backend)  # only backends that define tangents and gradients have residuals
     by_position = dict(zip(positions if read is None else read, given, strict=True))
     if read is None:
         every = [by_position[i] if i in by_position else jnp.zeros_like(array) for i, array in enumerate(primals)]
         (tangents,) = jax.tree.unflatten(structure, every)
-        return backend.tangents(plan, operands, found, tangents.inputs)
-    cotangents = Cotangents(by_position[0] if 0 in by_position else jnp.zeros_like(found.out), by_position.get(1))
+        return backend.tangents(plan, operands, outputs, tangents.inputs)
+    cotangents = Cotangents(by_position[0] if 0 in by_position else jnp.zeros_like(outputs.out), by_position.get(1))
     (numbers,) = jax.tree.unflatten(structure, range(len(primals)))
     wanted = jax.tree.map(lambda number: number in positions, numbers.inputs)
-    gradients = dict(zip(numbers.inputs, backend.gradients(plan, operands, found, cotangents, wanted), strict=True))
+    gradients = dict(zip(numbers.inputs, backend.gradients(plan, operands, outputs, cotangents, wanted), strict=True))
     return [gradients[i].astype(primals[i].dtype) for i in positions]
 
 
@@ -156,8 +156,8 @@ def _gradient_types(request: Request, operands: Any, saved: Any, cotangents: Any
 
 def _saved_with_strips(backend: Backend, plan: Plan, operands: Operands) -> Saved:
     """Compute a forward pass without wrapped keys, and continue it with one pass per strip of wrapped keys."""
-    without_strips, own = strips.without_strips(plan, operands)
-    saved = backend.forward(without_strips, own, saves=True)
+    without_strips, inner = strips.without_strips(plan, operands)
+    saved = backend.forward(without_strips, inner, saves=True)
     for strip in strips.strips_of(plan, operands):
         saved = _continued(backend, *strip.strip_pass(plan, operands), Earlier(saved, strip.query_box))
     return saved
@@ -173,7 +173,7 @@ def _gradients_with_strips(
     backend: Backend, plan: Plan, operands: Operands, saved: Saved, cotangents: Cotangents
 ) -> Gradients:
     """Add up the gradients of a pass without wrapped keys and of one pass per strip of wrapped keys."""
-    found = backend.backward(*strips.without_strips(plan, operands), saved, cotangents)
+    total = backend.backward(*strips.without_strips(plan, operands), saved, cotangents)
     for strip in strips.strips_of(plan, operands):
         part_plan, part = strip.strip_pass(plan, operands)
         box = strip.query_box
@@ -181,11 +181,11 @@ def _gradients_with_strips(
         query, part_saved, part_cotangents = jax.tree.map(box.cut, (part.inputs.query, saved, cotangents))
         part = part.with_origins(with_start_of(box, part.origins), query=query)
         more = backend.backward(part_plan, part, part_saved, part_cotangents)
-        found = strip.add_gradients(found, more)._replace(
-            query=box.update(found.query, box.cut(found.query) + more.query),
-            scale=None if found.scale is None or more.scale is None else found.scale + more.scale,
+        total = strip.add_gradients(total, more)._replace(
+            query=box.update(total.query, box.cut(total.query) + more.query),
+            scale=None if total.scale is None or more.scale is None else total.scale + more.scale,
         )
-    return found
+    return total
 
 
 def _needs_strips(plan: Plan, operands: Operands) -> bool:
@@ -217,10 +217,10 @@ def _compute_gradients(
     kernels = KernelOperands.for_plan(plan, call.request.problem, operands)
     saved_and_cotangents = kernels.saved(saved), cotangents._replace(out=kernels.padded_output(cotangents.out))
     if _needs_strips(plan, kernels.operands):
-        found = _gradients_with_strips(kernels.backend, plan, kernels.operands, *saved_and_cotangents)
+        gradients = _gradients_with_strips(kernels.backend, plan, kernels.operands, *saved_and_cotangents)
     else:
-        found = kernels.backend.backward(plan, kernels.operands, *saved_and_cotangents)
-    return kernels.gradients(found, saved, cotangents)
+        gradients = kernels.backend.backward(plan, kernels.operands, *saved_and_cotangents)
+    return kernels.gradients(gradients, saved, cotangents)
 
 
 def _exchange(
@@ -240,10 +240,10 @@ def _exchange(
         saving, continued = functools.partial(run_part, SAVING), functools.partial(run_part, CONTINUED)
         saved = overlap.forward(saving, continued, request, halos, operands)
         return saved if spec is SAVING else Output(saved.out, saved.logsumexp)
-    found = run_spec(request, halos.with_halos(operands), *others)
+    results = run_spec(request, halos.with_halos(operands), *others)
     if spec is not BACKWARD:
-        return found
-    return found._replace(**{name: halos.returned(array) for name, array in key_arrays(found).items()})
+        return results
+    return results._replace(**{name: halos.returned(array) for name, array in key_arrays(results).items()})
 
 
 FORWARD = Spec("forward", "forward", _output_types, functools.partial(_compute_forward, False), _exchange)

@@ -110,17 +110,17 @@ class KernelOperands(NamedTuple):
         if "sinks" not in has.features:
             inputs = biases.with_hidden_keys_of_inputs(prepared.inputs)
             sinks, prepared = inputs.sinks, prepared._replace(inputs=inputs._replace(sinks=None))
-        is_known = prepared.layouts is None or planned.own_extents or backend.takes_layouts_of(planned)
+        is_known = prepared.layouts is None or planned.own_extents or backend.supports_layouts(planned)
         kernel_operands = converted(planned, prepared if is_known else prepared.with_layouts_as_origins())
         if columns is not None:
             kernel_operands = columns.append(kernel_operands)
         kernel_operands = kernel_operands._replace(inputs=with_heads_of(planned, kernel_operands.inputs))
         return cls(backend, operands, prepared, kernel_operands, problem, planned, columns, sinks)
 
-    def result(self, found: Saved) -> Saved:
+    def result(self, saved: Saved) -> Saved:
         """Convert results of the kernels to results of the call."""
-        out = scaled(self.planned, self.prepared, with_head_dim(found.out, self.problem.head_dim_v))
-        result = found._replace(out=out.astype(self.problem.output_dtype))
+        out = scaled(self.planned, self.prepared, with_head_dim(saved.out, self.problem.head_dim_v))
+        result = saved._replace(out=out.astype(self.problem.output_dtype))
         if self.columns is not None:
             result = self.columns.result(result)
         return result if self.sinks is None else _saved_with_sinks(result, self.sinks)
@@ -134,28 +134,28 @@ class KernelOperands(NamedTuple):
         saved = saved._replace(out=self.padded_output(saved.out))
         return saved if self.columns is None else self.columns.saved(saved, self.prepared)
 
-    def gradients(self, found: Gradients, saved: Saved, cotangents: Cotangents) -> Gradients:
+    def gradients(self, gradients: Gradients, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Convert gradients of the kernels to gradients of the call's inputs.
 
         Args:
-            found: Gradients from the kernels.
+            gradients: Gradients from the kernels.
             saved: Results that the call's forward pass saved.
             cotangents: Cotangents of the call's results.
         """
         if self.columns is not None:
-            found = self.columns.gradients(found, self.prepared)
-        found = with_heads_of(self.problem, found)
+            gradients = self.columns.gradients(gradients, self.prepared)
+        gradients = with_heads_of(self.problem, gradients)
         if self.sinks is not None:
             sinks_gradient = biases.sinks_gradient(self.sinks, saved.logsumexp, delta(saved.out, *cotangents))
-            found = found._replace(sinks=sinks_gradient.astype(self.sinks.dtype))
+            gradients = gradients._replace(sinks=sinks_gradient.astype(self.sinks.dtype))
         inputs = self.call_operands.inputs
-        return found if inputs.shared_key_bias is None else biases.with_shared_gradient(found, inputs)
+        return gradients if inputs.shared_key_bias is None else biases.with_shared_gradient(gradients, inputs)
 
 
-def _saved_with_sinks(found: Saved, sinks: jax.Array) -> Saved:
+def _saved_with_sinks(saved: Saved, sinks: jax.Array) -> Saved:
     """Merge sinks into saved results: a sink has the effect of a key whose value is zero."""
-    zeros = jnp.zeros_like(found.logsumexp)
-    own = found if found.remainder is not None else found._replace(remainder=zeros)
+    zeros = jnp.zeros_like(saved.logsumexp)
+    complete = saved if saved.remainder is not None else saved._replace(remainder=zeros)
     sink_logsumexp = jnp.broadcast_to(sinks.reshape(sinks.shape[0], *(1,) * (zeros.ndim - 2), -1), zeros.shape)
-    both = merged(own, Saved(jnp.zeros_like(own.out), sink_logsumexp, zeros))
-    return both if found.remainder is not None else both._replace(remainder=None)
+    both = merged(complete, Saved(jnp.zeros_like(complete.out), sink_logsumexp, zeros))
+    return both if saved.remainder is not None else both._replace(remainder=None)

@@ -327,8 +327,8 @@ class Derivative:
 
         def results_of(*some: jax.Array) -> list[jax.Array]:
             every = dict(enumerate(primals)) | dict(zip(self.positions, some, strict=True))
-            found = self.computation.compute(plan, call, *every.values())
-            return found if self.read is None else [found[i] for i in self.read]
+            results = self.computation.compute(plan, call, *every.values())
+            return results if self.read is None else [results[i] for i in self.read]
 
         values = [primals[i] for i in self.positions]
         if self.read is None:
@@ -366,8 +366,8 @@ def _compute_exchanging(
             return jax.tree.unflatten(types, _run_computation(Computation(spec, structure), part, leaves))
 
         spec, known = computation.spec, (computation.plan(call), call.request, exchange)
-        found = computation.spec.exchange(run_part, spec, *known, *computation.structured(arguments))
-        results: list[Any] = jax.tree.leaves(found)
+        structured = computation.spec.exchange(run_part, spec, *known, *computation.structured(arguments))
+        results: list[Any] = jax.tree.leaves(structured)
         return results
     part, position = computation.with_origins()
     extended = list(arguments)
@@ -385,8 +385,8 @@ def _run_entries(computation: AnyComputation, call: DeviceCall, arrays: Sequence
     entry_call = DeviceCall(request, call.device)
 
     def run_one(entry: list[jax.Array]) -> list[jax.Array]:
-        own = iter(entry)
-        every = [array if is_same else next(own)[None] for is_same, array in zip(are_same, arrays, strict=True)]
+        split = iter(entry)
+        every = [array if is_same else next(split)[None] for is_same, array in zip(are_same, arrays, strict=True)]
         return [result[0] for result in _run_computation(computation, entry_call, every)]
 
     # True for arrays that all batch entries share. A bias table is shared if the extent of its batch axis is 1.
@@ -538,8 +538,8 @@ def _transpose(
         if computation.rule:
             known += bind(computation, request, known, mapped)
         derivative = Derivative(computation, roles, tuple(linear), tuple(given))
-    found = bind(derivative, request, [*known, *given.values()], mapped)
-    by_position = dict(zip(linear, found, strict=True))
+    gradients = bind(derivative, request, [*known, *given.values()], mapped)
+    by_position = dict(zip(linear, gradients, strict=True))
     return [by_position.get(i) for i in range(len(arguments))]
 
 
@@ -567,8 +567,8 @@ def _lower_for(platform: str | None) -> None:
 
 def _platform_of(ctx: mlir.LoweringRuleContext) -> str:
     """Return the platform outside :data:`PLATFORMS` that JAX lowers for; "other" if there are several of these."""
-    own, *others = (each for each in _jax_internals.platforms_of(ctx) if each not in PLATFORMS)
-    return "other" if others else own
+    platform, *more = (each for each in _jax_internals.platforms_of(ctx) if each not in PLATFORMS)
+    return "other" if more else platform
 
 
 def _is_left_to_xla(ctx: mlir.LoweringRuleContext, plan: Plan) -> bool:
@@ -604,19 +604,19 @@ def _run_local(
             if no token dimension is split.
     """
     batch_dims = arguments[0].shape[: mapped + 1]
-    own = call.request.for_part(math.prod(batch_dims), arguments[0].shape[-2], arguments[1].shape[-2])
+    request = call.request.for_part(math.prod(batch_dims), arguments[0].shape[-2], arguments[1].shape[-2])
     arrays: Sequence[jax.Array] = arguments
     if mapped:
         arrays = [_as_one_batch(*each, batch_dims) for each in zip(arguments, computation.roles, strict=True)]
     if any(lines):
-        exchange = Exchange.for_problem(own.problem, lines)
-        part = DeviceCall(dataclasses.replace(own, parts=exchange.parts), call.device)
+        exchange = Exchange.for_problem(request.problem, lines)
+        part = DeviceCall(dataclasses.replace(request, parts=exchange.parts), call.device)
         results = _compute_exchanging(computation, part, exchange, arrays)
     else:
-        results = _run_computation(computation, DeviceCall(own, call.device), arrays)
+        results = _run_computation(computation, DeviceCall(request, call.device), arrays)
     if not mapped:
         return results
-    roles, _ = computation.results(own, arguments)
+    roles, _ = computation.results(request, arguments)
     return [_as_mapped(array, role, batch_dims) for array, role in zip(results, roles, strict=True)]
 
 
@@ -624,10 +624,10 @@ def _as_one_batch(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> ja
     """Merge the batch dimensions of an argument into one axis. Return an array without a batch axis unchanged."""
     if role is Role.WHOLE:
         return array
-    own = array.shape[len(batch_dims) :]
+    shape = array.shape[len(batch_dims) :]
     if role is Role.PER_HEAD_OF_ALL_ENTRIES:
-        array = jnp.broadcast_to(array, (*batch_dims, *own))
-    return array.reshape(math.prod(batch_dims), *own)
+        array = jnp.broadcast_to(array, (*batch_dims, *shape))
+    return array.reshape(math.prod(batch_dims), *shape)
 
 
 def _as_mapped(array: jax.Array, role: Role, batch_dims: Sequence[int]) -> jax.Array:
@@ -643,10 +643,10 @@ def _run_computation(computation: AnyComputation, call: DeviceCall, arrays: Sequ
     """Run a computation on one device. If kernels do not support per-entry layouts, run one batch entry at a time."""
     plan, batch = computation.plan(call), arrays[0].shape[0]
     has_entries = Role.PER_ENTRY in computation.roles and not (isinstance(batch, int) and batch == 1)
-    if has_entries and not backends.by_id(plan.backend).takes_layouts_of(plan.problem):
+    if has_entries and not backends.by_id(plan.backend).supports_layouts(plan.problem):
         return _run_entries(computation, call, arrays)
-    found: list[jax.Array] = _function(computation, plan, call)(*arrays)
-    return found
+    results: list[jax.Array] = _function(computation, plan, call)(*arrays)
+    return results
 
 
 @functools.lru_cache(maxsize=4096)

@@ -66,8 +66,8 @@ def continued(forward_saving: Callable[[Operands], Saved], operands: Operands, s
     """
     assert operands.origins is not None
     query = box.copied(operands.inputs.query)
-    found = forward_saving(operands.with_origins(with_start_of(box, operands.origins), query=query))
-    both = merged(jax.tree.map(box.cut, saved), found)
+    part = forward_saving(operands.with_origins(with_start_of(box, operands.origins), query=query))
+    both = merged(jax.tree.map(box.cut, saved), part)
     result: Saved = jax.tree.map(box.update, saved, both)
     return result
 
@@ -153,14 +153,14 @@ def sides_of(axis: Axis) -> tuple[Side, ...]:
     before, _ = axis.reach(near)
     _, behind = axis.reach(extent - 1 - near)
     in_front, at_back = np.nonzero(before < 0)[0], np.nonzero(behind > extent)[0]
-    found = []
+    sides = []
     if in_front.size:
         keys = -int(before.min())
-        found.append(Side(extent - keys, keys, -keys, 0, int(in_front[-1]) + 1))
+        sides.append(Side(extent - keys, keys, -keys, 0, int(in_front[-1]) + 1))
     if at_back.size:
         queries = int(at_back[-1]) + 1
-        found.append(Side(0, int(behind.max()) - extent, extent, extent - queries, queries))
-    return tuple(found)
+        sides.append(Side(0, int(behind.max()) - extent, extent, extent - queries, queries))
+    return tuple(sides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +189,10 @@ class Strip:
 
     def scatter_add(self, total: jax.Array, gradient: jax.Array) -> jax.Array:
         """Add the gradient of the strip to the gradient of all keys or values: the transpose of :meth:`gather`."""
-        own = self._cut(total)
-        (more,) = jax.linear_transpose(self._padded, own)(gradient)
+        strip = self._cut(total)
+        (more,) = jax.linear_transpose(self._padded, strip)(gradient)
         axis = _FIRST_TOKEN_AXIS + self.dimension
-        return jax.lax.dynamic_update_slice_in_dim(unfused(total), own + more, self.side.first, axis)
+        return jax.lax.dynamic_update_slice_in_dim(unfused(total), strip + more, self.side.first, axis)
 
     def _cut(self, array: jax.Array) -> jax.Array:
         """Return the strip without corners: a slice of an array of all keys or values."""
@@ -220,13 +220,13 @@ class Strip:
         plan, operands = unwrapped(plan, operands)
         assert operands.origins is not None
         arrays = {name: self.gather(array) for name, array in key_arrays(operands.inputs).items()}
-        others = dict.fromkeys(("additional_keys", "additional_values", "sinks"))
-        return plan, operands.with_origins(operands.origins + shift, **arrays, **others)
+        removed = dict.fromkeys(("additional_keys", "additional_values", "sinks"))
+        return plan, operands.with_origins(operands.origins + shift, **arrays, **removed)
 
     def add_gradients(self, total: Gradients, gradients: Gradients) -> Gradients:
         """Add the gradients of the strip's keys, values and key biases to the gradients of the whole arrays."""
-        own = key_arrays(gradients)
-        return total._replace(**{name: self.scatter_add(array, own[name]) for name, array in key_arrays(total).items()})
+        new = key_arrays(gradients)
+        return total._replace(**{name: self.scatter_add(array, new[name]) for name, array in key_arrays(total).items()})
 
     def _before(self) -> list[int]:
         return [i for i in range(self.dimension) if self.are_whole[i] and sides_of(self.axes[i])]

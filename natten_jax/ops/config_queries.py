@@ -150,13 +150,13 @@ def query_named(name: str) -> ConfigQuery:
 
 def _queries() -> dict[str, tuple[Backend, Operator, Pass]]:
     """Map the name of each configuration query to its backend, operator and pass."""
-    found: dict[str, tuple[Backend, Operator, Pass]] = {}
+    queries: dict[str, tuple[Backend, Operator, Pass]] = {}
     for backend in backends.registered():
         family = backend.capabilities.query_family or backend.family
         for pass_, operator in itertools.product(PASSES, OPERATORS):
             infix = "" if pass_ == "forward" else "bwd_"
-            found[f"get_{infix}configs_for_{family}_{operator}"] = backend, operator, pass_
-    return found
+            queries[f"get_{infix}configs_for_{family}_{operator}"] = backend, operator, pass_
+    return queries
 
 
 @functools.cache
@@ -200,8 +200,8 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
             raise TypeError("input_tensor is NATTEN's name for query: give only one of the two")
         device = target_device(compute_capability)
         problem = _describe(name, operator, (input_tensor if query is None else query, key, value), window)
-        found = _offered(backend, problem, device, pass_)
-        return [tiles if schedule is None else (tiles, schedule) for tiles, schedule in found]
+        offered = _offered(backend, problem, device, pass_)
+        return [tiles if schedule is None else (tiles, schedule) for tiles, schedule in offered]
 
     facts = {"name": name, "pass_": pass_, "backend": BackendId(backend.family, operator)}
     get_configs.__name__ = get_configs.__qualname__ = name

@@ -272,9 +272,9 @@ def _documented_as_na2d(layout: str, values: str) -> Callable[[Callable[..., Any
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        own, shared = inspect.getdoc(function), inspect.getdoc(na2d)
-        if own and shared:  # python -OO removes docstrings
-            summary, example = own.split("\n\n", 1)
+        text_of_rank, shared = inspect.getdoc(function), inspect.getdoc(na2d)
+        if text_of_rank and shared:  # python -OO removes docstrings
+            summary, example = text_of_rank.split("\n\n", 1)
             description = shared[shared.index("\n\n") : shared.index("Example:")]
             text = f"{summary}{description}{example}\n\n{shared[shared.index('Args:') :]}"
             text = text.replace("2 values, or a single one", values).replace("height, width", layout)

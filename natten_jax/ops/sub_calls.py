@@ -29,12 +29,12 @@ from natten_jax.sharding.halos import exchange
 _CALL_ARGUMENTS = ("scale", "is_causal", "return_lse")
 
 
-def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others: Mapping[str, Any]) -> dict[str, Any]:
+def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Check ``attention_kwargs``, and return its performance arguments and ``backend`` with hashable values.
 
     Args:
         attention_kwargs: The operator's argument ``attention_kwargs``.
-        others: Performance arguments of ``attention`` that ``attention_kwargs`` overrides.
+        defaults: Performance arguments of ``attention`` that ``attention_kwargs`` overrides.
 
     Raises:
         ValueError: ``attention`` does not allow a value. Values that this call does not use are also checked.
@@ -44,18 +44,18 @@ def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others:
         return {}
     if not isinstance(attention_kwargs, Mapping):
         raise TypeError(f"attention_kwargs must be a mapping or None, got {shown(attention_kwargs)}")
-    own = {}
+    used = {}
     known = (*ATTENTION_NAMES, "backend")
     for name, value in attention_kwargs.items():
         if name in NEUTRAL_OPERATOR_ARGUMENTS:
             check_neutral(f"attention_kwargs takes {name}", NEUTRAL_OPERATOR_ARGUMENTS[name], value)
         elif name in known:
-            own[name] = value
+            used[name] = value
         elif name not in _CALL_ARGUMENTS:
             allowed = ", ".join(sorted([*known, *NEUTRAL_OPERATOR_ARGUMENTS, *_CALL_ARGUMENTS]))
             meant = explanation(name, (*known, *_CALL_ARGUMENTS))
             raise TypeError(f"attention_kwargs has {shown(name)}{meant} (it may hold {allowed})")
-    arguments = {**others, **own}
+    arguments = {**defaults, **used}
     backend = arguments.pop("backend", None)
     scale = array_of(attention_kwargs.get("scale"))
     try:
@@ -68,7 +68,7 @@ def checked_attention_kwargs(attention_kwargs: Mapping[str, Any] | None, others:
             checked_scale(scale)
     except (TypeError, ValueError) as error:
         raise type(error)(f"attention_kwargs: {error}") from None
-    return {name: hashable(value) for name, value in own.items()}
+    return {name: hashable(value) for name, value in used.items()}
 
 
 def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale: Any, return_lse: bool) -> None:
@@ -83,11 +83,11 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
     Raises:
         ValueError: ``scale``, ``is_causal`` or ``return_lse`` differs between ``attention_kwargs`` and the call.
     """
-    own = attention_kwargs.get("scale")
-    if own is not None and not _is_same(own, problem.scale if scale is None else scale):
+    passed = attention_kwargs.get("scale")
+    if passed is not None and not _is_same(passed, problem.scale if scale is None else scale):
         call_scale = problem.scale if scale is None else shown(scale)
         raise ValueError(
-            f"attention_kwargs: scale={shown(own)} contradicts the call's scale, {call_scale}: all keys of a query "
+            f"attention_kwargs: scale={shown(passed)} contradicts the call's scale, {call_scale}: all keys of a query "
             "share the operator's scale"
         )
     # Attention to additional tokens is never causal, because every query attends to all of them.
@@ -100,11 +100,11 @@ def check_agreement(attention_kwargs: Mapping[str, Any], problem: Problem, scale
             )
 
 
-def _is_same(own: Any, scale: Any) -> bool:
+def _is_same(other: Any, scale: Any) -> bool:
     """Return True if two scales are the same object, or if neither of them is traced and their values are equal."""
-    if own is scale:
+    if other is scale:
         return True
-    scales = array_of(own), array_of(scale)
+    scales = array_of(other), array_of(scale)
     if any(isinstance(each, jax.core.Tracer) for each in scales):
         return False
     first, second = [np.asarray(each, np.float64) for each in scales]
@@ -155,10 +155,10 @@ def split_call(
         return (SubCall(KeySubset.WINDOWS, request),)
     # If the operator call becomes attention over the whole layout, ``attention`` inherits the performance arguments.
     inherited = request.performance.flattened() if problem.is_attention else {}
-    own = checked_attention_kwargs(attention_kwargs, inherited)
-    is_given = bool(own)
-    backend = own.pop("backend", counterpart)
-    attention = dataclasses.replace(request, performance=attention_performance({**inherited, **own}), backend=backend)
+    given = checked_attention_kwargs(attention_kwargs, inherited)
+    is_given = bool(given)
+    backend = given.pop("backend", counterpart)
+    attention = dataclasses.replace(request, performance=attention_performance({**inherited, **given}), backend=backend)
     if problem.is_attention:
         return (SubCall(KeySubset.WHOLE_LAYOUT, dataclasses.replace(attention, problem=flattened(problem))),)
     if try_fuse_additional_kv is None:

@@ -157,10 +157,10 @@ def local_devices() -> tuple[Device, ...]:
     machines.
     """
     try:
-        found = default_device(), _device_for_platform(jax.default_backend())
+        devices = default_device(), _device_for_platform(jax.default_backend())
     except NoDeviceError:
         return (CPU,)
-    return tuple(dict.fromkeys((*found, CPU)))
+    return tuple(dict.fromkeys((*devices, CPU)))
 
 
 @functools.cache

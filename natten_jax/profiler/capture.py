@@ -177,14 +177,14 @@ def _iterations_by_device(
     events = [each for each in every if (is_only if each.module is None else program.is_module(each.module))]
     if not events:
         raise CaptureError("it contains no operation of the program")
-    found: Devices = {}
+    traces: Devices = {}
     for device, on_device in by_device(events).items():
         parts = split(on_device, iterations) or []
-        found[device] = [without_overlap(part, program.is_container) for part in parts] if platform == "cpu" else parts
-    if len(found) != program.devices or not all(found.values()):
+        traces[device] = [without_overlap(part, program.is_container) for part in parts] if platform == "cpu" else parts
+    if len(traces) != program.devices or not all(traces.values()):
         devices = f" on {program.devices} devices" if program.devices > 1 else ""
         raise CaptureError(f"its {len(events)} events cannot be attributed to {iterations} iterations{devices}")
-    return found
+    return traces
 
 
 # Trace files.
@@ -203,11 +203,11 @@ def traced_runs(path: Path) -> list[list[Path]]:
     """
     if path.is_file():
         return [[path]]
-    found = [*path.glob(_TRACES), *path.glob(f"{_RUNS}/{_TRACES}")]  # not recursive, because the folder can be large
-    if not found:
+    files = [*path.glob(_TRACES), *path.glob(f"{_RUNS}/{_TRACES}")]  # not recursive, because the folder can be large
+    if not files:
         raise CaptureError(f"there is no trace ({_TRACES}) in {str(path)!r}, nor in the folders {_RUNS} in it")
-    found.sort(key=lambda each: each.stat().st_mtime, reverse=True)
-    return list(grouped(found, lambda each: each.parent).values())
+    files.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    return list(grouped(files, lambda each: each.parent).values())
 
 
 #: Files of JAX's profiler that are not traces: suffix of the name -> description.
@@ -268,10 +268,10 @@ def gpu_events(profile: ProfileData, with_memory: bool = False) -> list[Event]:
                     continue
                 # A kernel may start before the previous kernel of its stream ends. The overlap counts as time of the
                 # previous kernel, for which the new kernel waits.
-                own, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
+                self_time, done = event.end_ns - max(event.start_ns, done), max(event.end_ns, done)
                 scope, start = str(stats.get("name") or ""), event.start_ns
                 run = map(stats.get, _MODULE_STATS)
-                events.append(Event(event.name, instruction, scope, start, max(own, 0.0), device, *run))
+                events.append(Event(event.name, instruction, scope, start, max(self_time, 0.0), device, *run))
     return events
 
 

@@ -375,7 +375,7 @@ def flags_of_arguments() -> dict[str, str]:
 def with_names_of_flags(message: str) -> str:
     """Replace each argument name in a message of the operators by the flag that sets the argument."""
     flags = flags_of_arguments()
-    message = _NAME_IN_MESSAGE.sub(lambda found: flags[ATTENTION_NAMES.get(found[1], found[1])], message)
+    message = _NAME_IN_MESSAGE.sub(lambda match: flags[ATTENTION_NAMES.get(match[1], match[1])], message)
     return message.replace("the token layout", "--input-size")
 
 

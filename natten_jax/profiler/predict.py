@@ -76,9 +76,9 @@ class Listing:
 
     def simulate(self, pair: TilePair) -> Simulation:
         """Count the tiles that the pass computes with a tile pair. Predict the time if there is a time model."""
-        found = simulator.simulate(self.problem, pair, self.pass_, calibration=self.calibration)
+        simulation = simulator.simulate(self.problem, pair, self.pass_, calibration=self.calibration)
         chip = self.static_chip
-        return found if chip is None else dataclasses.replace(found, seconds=chip.seconds(found))
+        return simulation if chip is None else dataclasses.replace(simulation, seconds=chip.seconds(simulation))
 
 
 def candidates(options: Options) -> tuple[Backend, ...]:
@@ -323,9 +323,9 @@ def _advice(
 
 
 def _recommended(
-    name: str, flag: str, found: Recommendation | DilationRecommendation, why: str, forward: Simulation
+    name: str, flag: str, recommendation: Recommendation | DilationRecommendation, why: str, forward: Simulation
 ) -> str:
-    value, simulation = found
+    value, simulation = recommendation
     if simulation.seconds is None or forward.seconds is None:
         gain = f"{1 - simulation.executed_flops / forward.executed_flops:.0%} fewer operations"
     else:

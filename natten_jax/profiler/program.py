@@ -143,14 +143,14 @@ def programs_in_trace(trace: bytes) -> dict[int, Program]:
     ``jax.profiler.ProfileData`` does not return these programs, because the file stores them as metadata of a plane
     without events.
     """
-    found: dict[int, Program] = {}
+    programs: dict[int, Program] = {}
     for plane in _decode(trace, _TRACE)["planes"]:
         stats = {each["key"]: each["value"]["name"].lower().replace(" ", "_") for each in plane["stats"]}
         for event in plane["events"]:
             for stat in event["value"]["stats"]:
                 if stats.get(stat["metadata"]) == "hlo_proto":
-                    found[event["key"]] = Program.from_proto(_decode(stat["bytes"], _HLO)["module"])
-    return found
+                    programs[event["key"]] = Program.from_proto(_decode(stat["bytes"], _HLO)["module"])
+    return programs
 
 
 def _decode(data: Any, type_: Any) -> Any:

@@ -136,8 +136,8 @@ class _Search:
         self.trials: list[Trial] = []
 
     def run(self) -> Optimum:
-        found = [self._best_of(candidate) for candidate in list(self._candidates())]
-        best = min(filter(None, found), key=lambda each: each.seconds, default=None)
+        trials = [self._best_of(candidate) for candidate in list(self._candidates())]
+        best = min(filter(None, trials), key=lambda each: each.seconds, default=None)
         plain = self._options
         if best is None:
             reasons = "; ".join(dict.fromkeys(trial.error for trial in self.trials))
@@ -351,8 +351,8 @@ def plans_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
     else:
         module: Any = lowered.compiler_ir(dialect="hlo")
         program = Program.from_proto(module.as_serialized_hlo_module_proto())
-    found = (instruction.plan for instruction in program.instructions.values())
-    return tuple(dict.fromkeys(plan for plan in found if plan is not None))
+    plans = (instruction.plan for instruction in program.instructions.values())
+    return tuple(dict.fromkeys(plan for plan in plans if plan is not None))
 
 
 def is_clearly_faster(times: Times, others: Times) -> bool:
@@ -410,11 +410,11 @@ class Task:
 
 def tasks_of(plans: Iterable[Plan]) -> list[Task]:
     """Return one task per problem. A task tunes the backward pass only if a plan of the problem is for that pass."""
-    found: dict[tuple[Problem, Performance, str | None], bool] = {}
+    tasks: dict[tuple[Problem, Performance, str | None], bool] = {}
     for plan in plans:
         key = tuned_problem(plan.problem), without_configuration(plan.performance), plan.precision
-        found[key] = found.get(key, False) or plan.pass_ == "backward"
-    return [Task(problem, backprop, how, precision) for (problem, how, precision), backprop in found.items()]
+        tasks[key] = tasks.get(key, False) or plan.pass_ == "backward"
+    return [Task(problem, backprop, how, precision) for (problem, how, precision), backprop in tasks.items()]
 
 
 def tune_plans(plans: Iterable[Plan], effort: Effort, log: Callable[[str], Any]) -> tuple[TunedTable, tuple[str, ...]]:

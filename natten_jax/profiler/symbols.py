@@ -106,8 +106,8 @@ def name(symbol: str, instruction: Instruction, operator: str, scope: str = "") 
         scope: Scope path of the launch. It is used if the instruction has no scope path.
     """
     lowered = symbol.lower().replace("(anonymous namespace)::", "")
-    target, own = instruction.target.lower(), _own_name(lowered)
-    caller = own if "natten_jax" in own or not target else target
+    target, function = instruction.target.lower(), _own_name(lowered)
+    caller = function if "natten_jax" in function or not target else target
     if kind := kind_of_collective(symbol, instruction):
         return Name("NCCL" if _NCCL.search(symbol) else "XLA", "collective", "-", kind)
     for caller_pattern, pattern, framework, category, operation in _RULES:
@@ -156,17 +156,17 @@ def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
         return Name("XLA", "elementwise", "-", "Convert")
     path = instruction.scope or scope
     category = _category(symbol, opcodes)
-    label, own = _scope_label(path), _without_number(symbol)
-    if own == "fusion" and opcodes - _COPYING:
-        own = f"fusion of {', '.join(sorted(opcodes - _COPYING))}"
+    label, kernel = _scope_label(path), _without_number(symbol)
+    if kernel == "fusion" and opcodes - _COPYING:
+        kernel = f"fusion of {', '.join(sorted(opcodes - _COPYING))}"
     product = "conv_general_dilated" if "convolution" in opcodes else "dot_general"
     if category == "gemm" and opcodes and product not in label:  # the scope of a fusion can lack its matrix product
         label = f"{product} + {label}" if label else product
     if label and "transpose(" in path:
         label = f"{label} (backward)"  # JAX names the scope of a transposed function transpose(...)
-    if label and category == "copy" and label not in own:
-        label = f"{own} [{label}]"  # XLA copies data for a primitive: name the copy and the primitive
-    return Name("XLA", category, "-", shorten(label or own))
+    if label and category == "copy" and label not in kernel:
+        label = f"{kernel} [{label}]"  # XLA copies data for a primitive: name the copy and the primitive
+    return Name("XLA", category, "-", shorten(label or kernel))
 
 
 def _without_number(name_of_xla: str) -> str:

@@ -114,11 +114,11 @@ def hosts_of(
         CaptureError: No trace was found.
     """
     for run in capture.traced_runs(path):
-        found = {}
+        by_file = {}
         for file in run:
             programs = _programs_in_file(file, with_memory)
-            found[file] = {name: each for name, each in programs.items() if module in (None, name)}
-        busy = {file: programs for file, programs in found.items() if programs}
+            by_file[file] = {name: each for name, each in programs.items() if module in (None, name)}
+        busy = {file: programs for file, programs in by_file.items() if programs}
         if busy:
             return dict(sorted(busy.items(), key=lambda host: -sum(each.seconds for each in host[1].values())))
     return {}

@@ -228,8 +228,8 @@ class _SplitAxes:
         axes: list[_Axes] = [axis_names(entry) for entry in specs[0]]
         for spec in specs[1:]:
             for i, entry in enumerate(spec):
-                others = {name for own in axes for name in own}
-                axes[i] = axes[i] or tuple(name for name in axis_names(entry) if name not in others)
+                used = {name for own in axes for name in own}
+                axes[i] = axes[i] or tuple(name for name in axis_names(entry) if name not in used)
         batch, *tokens, heads = axes
         return cls(batch, tokens, heads, axis_names(_spec(inputs.key)[-2]) == heads)
 

@@ -115,7 +115,7 @@ def test_unequal_parts_are_rejected_with_valid_sizes() -> None:
         halo_of(Axis(30, 30, 3), 4)
 
 
-SetGains = Callable[[Callable[..., bool]], None]
+SetOverlap = Callable[[Callable[..., bool]], None]
 NAMES = ("x", "y", "z")
 PARTS: dict[int, list[tuple[int, ...]]] = {
     1: [(8,), (4,), (2,)],
@@ -220,7 +220,7 @@ MODES = ("Auto", "Explicit", "Manual")
     [(mode, "cpu-fna", 4) for mode in MODES] + [("Auto", "flex-fna", 2), ("Explicit", "flex-fna", 2)],
 )
 def test_tokens_stay_split(
-    mode: str, backend: str, count: int, set_gains: SetGains, monkeypatch: pytest.MonkeyPatch
+    mode: str, backend: str, count: int, set_overlap: SetOverlap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test random problems over up to eight devices.
 
@@ -231,7 +231,7 @@ def test_tokens_stay_split(
     for number in range(count):
         overlaps = number % 3 != 1
         monkeypatch.setattr(overlap, "_COMBINED_BYTES", 0 if number % 3 == 2 else 1 << 40)
-        set_gains(lambda *_, overlaps=overlaps: overlaps)
+        set_overlap(lambda *_, overlaps=overlaps: overlaps)
         check(mode, backend, Split.draw(source), overlaps)
 
 
@@ -244,8 +244,8 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_tokens_of_chosen_problems_stay_split(name: str, set_gains: SetGains) -> None:
-    set_gains(lambda *_: False)
+def test_tokens_of_chosen_problems_stay_split(name: str, set_overlap: SetOverlap) -> None:
+    set_overlap(lambda *_: False)
     mode, split = CHOSEN[name]
     check(mode, "cpu-fna", split, overlaps=False)
 

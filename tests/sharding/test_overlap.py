@@ -27,7 +27,7 @@ from natten_jax.simulator import calibration_for, predict_split, simulate
 from tests.support.meshes import mesh_of, put
 from tests.support.programs import output_of, run_python
 
-SetGains = Callable[[Callable[..., bool]], None]
+SetOverlap = Callable[[Callable[..., bool]], None]
 H200 = Device("cuda", (9, 0), is_present=False)
 TILES = "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape"
 
@@ -93,8 +93,8 @@ def traced(pass_: str, devices: int) -> Any:
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None:
-    set_gains(lambda *_: True)
+def test_halos_travel_while_kernels_run(pass_: str, set_overlap: SetOverlap) -> None:
+    set_overlap(lambda *_: True)
     program = list(equations(traced(pass_, 4).jaxpr))
     names = [each.primitive.name for each in program]
     passes = [i for i, name in enumerate(names) if name == "natten_jax_pass"]
@@ -132,9 +132,9 @@ def test_halos_travel_while_kernels_run(pass_: str, set_gains: SetGains) -> None
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_two_devices_swap_halos(pass_: str, overlaps: bool, set_gains: SetGains) -> None:
+def test_two_devices_swap_halos(pass_: str, overlaps: bool, set_overlap: SetOverlap) -> None:
     """Two devices swap slabs in one permute. With one permute per direction, half of the link would be idle."""
-    set_gains(lambda *_: overlaps)
+    set_overlap(lambda *_: overlaps)
     program = traced(pass_, 2).lower(lowering_platforms=("cpu",)).as_text()
     moves = re.findall(r"collective_permute.*?source_target_pairs = dense<(.*?)> :", program)
     # The forward pass sends slabs of keys and values (two permutes). The program for ``backward`` runs a forward pass,
@@ -186,7 +186,7 @@ from tests.support.meshes import mesh_of
 sharding = NamedSharding(mesh_of("Auto", x=4), P(None, "x"))
 tokens = jax.ShapeDtypeStruct((1, 256, 64, 2, 32), "float32", sharding=sharding)
 for overlaps in (False, True):
-    halos.gains = lambda *_: overlaps
+    halos.is_overlap_faster = lambda *_: overlaps
     halos.profitable_overlap.cache_clear()
     jax.clear_caches()
     lowered = jax.jit(functools.partial(gradients, size=13, tile=8)).lower(*[tokens] * 4)
@@ -214,10 +214,10 @@ def test_memory_is_that_of_a_part_and_its_halos() -> None:
 @pytest.mark.parametrize("is_manual", [False, True])
 @pytest.mark.parametrize(("overlapping", "counts"), [("forward", [3, 1]), ("backward", [1, 3])])
 def test_each_pass_gets_its_halos_as_is_best_for_it(
-    overlapping: str, counts: list[int], is_manual: bool, set_gains: SetGains
+    overlapping: str, counts: list[int], is_manual: bool, set_overlap: SetOverlap
 ) -> None:
     """With overlap, a pass runs three kernels: for local keys, and for each of two slabs. Otherwise, it runs one."""
-    set_gains(lambda plan, *_: plan.pass_ == overlapping)
+    set_overlap(lambda plan, *_: plan.pass_ == overlapping)
     mesh, spec = mesh_of("Auto", x=4), P(None, "x")
     run = functools.partial(gradients, size=3, tile=1, token_axes=("x", None) if is_manual else None)
     split = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec) if is_manual else run
@@ -245,8 +245,8 @@ def test_words_have_the_bits_of_their_elements(dtype: str, width: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2e-2), ("float16", 2e-3), ("float32", 1e-6)])
 @pytest.mark.parametrize(("width", "width_v"), [(8, 8), (7, 14)])
-def test_slabs_travel_as_words(width: int, width_v: int, dtype: str, bound: float, set_gains: SetGains) -> None:
-    set_gains(lambda *_: True)
+def test_slabs_travel_as_words(width: int, width_v: int, dtype: str, bound: float, set_overlap: SetOverlap) -> None:
+    set_overlap(lambda *_: True)
     mesh = mesh_of("Auto", x=4)
     shapes = [(2, 16, 8, 2, each) for each in (width, width, width_v, width_v)]
     arrays = [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes)]

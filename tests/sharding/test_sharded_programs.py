@@ -116,10 +116,10 @@ def moved(function: Function) -> Function:
     [("cpu-fna", False), ("cpu-fna", True), pytest.param("flex-fna", False, marks=pytest.mark.slow)],
 )
 def test_mapped_calls_whose_tokens_are_split(
-    backend: str, overlaps: bool, set_gains: Callable[[Callable[..., bool]], None]
+    backend: str, overlaps: bool, set_overlap: Callable[[Callable[..., bool]], None]
 ) -> None:
     """Only the CPU kernels are tested with overlap, because plain JAX always receives its halos before it computes."""
-    set_gains(lambda *_: overlaps)
+    set_overlap(lambda *_: overlaps)
     window: dict[str, Any] = {"kernel_size": 3, "backend": backend}
     window |= dict.fromkeys(TILES, (1, 1)) if backend.startswith("cpu") else {}
     attend = functools.partial(na2d, **window)

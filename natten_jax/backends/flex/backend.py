@@ -261,8 +261,8 @@ def _by_query(
 
         sum_, additional_sums = _zeros_like(query, products, operands), sums.additional
         if additional is not None and additional_sums is not None:
-            sum_, found = swept(visit_additional, sum_, additional)
-            additional_sums = additional_sums[0] + found[0], additional_sums[1] + found[1]
+            sum_, gradients = swept(visit_additional, sum_, additional)
+            additional_sums = additional_sums[0] + gradients[0], additional_sums[1] + gradients[1]
         sum_, tables = repeated(
             sweep.inner_steps, visit, (sum_, sums.tables), over.is_needed(positions), recomputes=len(inputs) > 3
         )
@@ -277,18 +277,18 @@ def _by_query(
     if inputs.scale is not None:
         scale = products_of_heads(query_products, products.cast(inputs.query))
     tables = None if sums.tables is None else over.nan_if_invalid(sums.tables)
-    found = Gradients._make([None] * len(Gradients._fields))._replace(
+    gradients = Gradients._make([None] * len(Gradients._fields))._replace(
         query=products.factors_per_token(products.factors, problem.rank) * query_products,
         scale=scale,
         relative_bias=None if tables is None else tables.reshape(*tables.shape[:2], -1),
     )
     if sums.additional is None:
-        return found, None
+        return gradients, None
     assert inputs.additional_keys is not None
     joined = jax.tree.map(lambda array: sweep.join_outer(array, problem.heads), additional_softmax)
     additional_sums = over.nan_if_invalid((products.scale * sums.additional[0], sums.additional[1]))
     key_gradients, value_gradients = (untiled(each, inputs.additional_keys.shape[1]) for each in additional_sums)
-    return found._replace(additional_keys=key_gradients, additional_values=value_gradients), joined
+    return gradients._replace(additional_keys=key_gradients, additional_values=value_gradients), joined
 
 
 def _by_key(

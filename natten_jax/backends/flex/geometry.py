@@ -350,17 +350,17 @@ class Sweep:
         is_constant = origins is None and count * width <= _MOST_CONSTANTS
         xp: ModuleType = np if is_constant else jnp
         tile = xp.arange(count, dtype=xp.int32)
-        found: list[AxisPosition] = []
+        positions: list[AxisPosition] = []
         for i, axis in reversed(list(enumerate(self.axes))):
             tile, residue = tile // axis.dilation, tile % axis.dilation
             # The last step may have surplus tiles. They are past the end of the first dimension, and contain only
             # padding.
             tile, number = (tile // axis.outer_tiles, tile % axis.outer_tiles) if i else (tile, tile)
             own_origins, own_layout = (None if each is None else each[:, i] for each in (origins, layout))
-            found.insert(0, axis.position(number, residue, own_origins, xp, own_layout))
-        corners = [each for position in found for each in (position.inner_start, position.inner_residue)]
-        seen = [each for position in found for each in (position.seen_start, position.seen_end)]
-        distances = [position.inner_distance for position in found]
+            positions.insert(0, axis.position(number, residue, own_origins, xp, own_layout))
+        corners = [each for position in positions for each in (position.inner_start, position.inner_residue)]
+        seen = [each for position in positions for each in (position.seen_start, position.seen_end)]
+        distances = [position.inner_distance for position in positions]
         packed = xp.concatenate([*corners, *seen, *distances], axis=-1, dtype=xp.int32)
         packed = packed.reshape(self.steps, self.tiles_per_step, width)
         return jnp.asarray(packed) if is_constant else materialize(packed)

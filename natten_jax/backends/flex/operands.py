@@ -130,14 +130,14 @@ class PlacedSweep:
             key_bias: Biases of the keys in the step's tiles, as :meth:`Sweep.load` or :meth:`Sweep.cut_outer` returns
                 them; ``None`` for a call without key biases.
         """
-        found = None if self.tables is None else self._offset_bias(self.tables, positions, inner_step)
+        by_offset = None if self.tables is None else self._offset_bias(self.tables, positions, inner_step)
         if key_bias is None:
-            return found
+            return by_offset
         queries, keys = self.sweep.pair_tokens
         *outer, rows, _ = key_bias.shape
         by_head = key_bias.reshape(*outer, rows // keys, 1, keys)
         by_row = jnp.broadcast_to(by_head, (*outer, rows // keys, queries, keys)).reshape(*outer, -1, keys)
-        return by_row if found is None else found + by_row
+        return by_row if by_offset is None else by_offset + by_row
 
     def table_gradients(
         self, changes: PairTiles, positions: TilePositions, inner_step: Scalar
@@ -377,9 +377,9 @@ class KeySweep(PlacedSweep):
                 largest = jnp.where(is_second, -jnp.inf, scores.max(axis=-1, keepdims=True))
                 maxima = sweep.store(lax.scatter_max, maxima, positions, inner_step, largest)
                 maximum = sweep.load(maxima, positions, inner_step)
-                added = exponentials(products, scores, maximum).sum(axis=-1, keepdims=True)
-                added = jnp.where(is_second, added, 0)
-                return maxima, sweep.store(lax.scatter_add, totals, positions, inner_step, added)
+                weights = exponentials(products, scores, maximum).sum(axis=-1, keepdims=True)
+                weights = jnp.where(is_second, weights, 0)
+                return maxima, sweep.store(lax.scatter_add, totals, positions, inner_step, weights)
 
             return repeated(sweep.inner_steps, visit, carry)
 

@@ -186,10 +186,10 @@ class Call(StaticCall):
 
         The item's group is a dilation group of queries, even if the item owns a key tile.
         """
-        found = unravel(number, self.extents(owns_keys=owns_keys))
+        values = unravel(number, self.extents(owns_keys=owns_keys))
         # Convert static indices to traced ones: JAX rejects static slices that exceed an array, but a tile may extend
         # into padding.
-        batch, head, *indices = (jnp.zeros_like(number) if isinstance(index, int) else index for index in found)
+        batch, head, *indices = (jnp.zeros_like(number) if isinstance(index, int) else index for index in values)
         return Item(batch, head, indices[:KERNEL_RANK], indices[KERNEL_RANK:])
 
     def number(self, item: Item) -> Scalar:

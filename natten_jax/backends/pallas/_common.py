@@ -114,8 +114,8 @@ class Visits:
         residue = (q_origin + group) % d
         key_group = (residue - kv_origin) % d
         bounds = axis.bounds(token // d, axis.lengths(residue), xp=xp)
-        base, own = (kv_origin + key_group) // d, group_length(keys, d, key_group)
-        first, end = (before + xp.clip(bound - base, 0, own) for bound in bounds)
+        base, keys_in_group = (kv_origin + key_group) // d, group_length(keys, d, key_group)
+        first, end = (before + xp.clip(bound - base, 0, keys_in_group) for bound in bounds)
         sees = is_query & (first < end)
         first, end = xp.where(sees, first, 0), xp.where(sees, end, 0)
 
@@ -217,14 +217,14 @@ def visits_of(plan: Plan, operands: Operands, alignment: int, *, whole_boxes: bo
     missing = KERNEL_RANK - problem.rank
     axes = (Axis(1, 1, 1),) * missing + problem.axes
     extents = ((1,) * missing + array.shape[1:-2] for array in (inputs.query, inputs.key))
-    found = []
+    dimensions = []
     pairs = (zip(*pair, strict=True) for pair in (with_kernel_tiles(problem, plan.tiles), extents))
     for dim, (axis, tiles, local) in enumerate(zip(axes, *pairs, strict=True)):
         step = alignment if dim == KERNEL_RANK - 1 else 1
         before = before_keys(axis, tiles[0], step) if pads else 0
         first = None if origins is None else tuple(origins[:, dim])
-        found.append(Visits.along_axis(axis, tiles, local, first, step, before, whole_boxes))
-    return tuple(found)
+        dimensions.append(Visits.along_axis(axis, tiles, local, first, step, before, whole_boxes))
+    return tuple(dimensions)
 
 
 def before_keys(axis: Axis, q_tile: int, alignment: int) -> int:
@@ -251,11 +251,11 @@ def divided(number: Scalar, by: Scalar) -> tuple[Scalar, Scalar]:
 
 def unravel(number: Scalar, extents: Sequence[Scalar]) -> list[Scalar]:
     """Return one index per dimension, given a flat row-major index. The first extent is not read."""
-    found = []
+    indices = []
     for extent in reversed(extents[1:]):
         number, index = divided(number, extent)
-        found.append(index)
-    return [number, *reversed(found)]
+        indices.append(index)
+    return [number, *reversed(indices)]
 
 
 @dataclasses.dataclass(frozen=True)

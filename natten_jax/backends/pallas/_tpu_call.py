@@ -67,17 +67,17 @@ def stack_heads(array: jax.Array, pack: int) -> jax.Array:
     if pack == 1:
         return array
     head = _head_of_lanes(array.shape, pack)
-    return jnp.concatenate([jnp.where(head == own, array, jnp.zeros_like(array)) for own in range(pack)], axis=0)
+    return jnp.concatenate([jnp.where(head == i, array, jnp.zeros_like(array)) for i in range(pack)], axis=0)
 
 
 def unstack_heads(rows: jax.Array, pack: int) -> jax.Array:
     """Invert :func:`stack_heads`. In each row, only the lanes of the row's head are read."""
     tokens = rows.shape[0] // pack
-    found = rows[:tokens]
-    head = _head_of_lanes(found.shape, pack)
-    for own in range(1, pack):
-        found = jnp.where(head == own, rows[own * tokens : (own + 1) * tokens], found)
-    return found
+    result = rows[:tokens]
+    head = _head_of_lanes(result.shape, pack)
+    for i in range(1, pack):
+        result = jnp.where(head == i, rows[i * tokens : (i + 1) * tokens], result)
+    return result
 
 
 def repeat_for_rows(numbers: list[Any], tokens: int, axis: int) -> Any:
@@ -88,13 +88,13 @@ def repeat_for_rows(numbers: list[Any], tokens: int, axis: int) -> Any:
         tokens: Rows per head.
         axis: 0 to return a column vector, 1 to return a row vector.
     """
-    found = numbers[0]
+    result = numbers[0]
     shape = [1, 1]
     shape[axis] = len(numbers) * tokens
     row = jax.lax.broadcasted_iota(jnp.int32, tuple(shape), axis)
-    for own, number in enumerate(numbers[1:], start=1):
-        found = jnp.where(row >= own * tokens, number, found)
-    return found
+    for i, number in enumerate(numbers[1:], start=1):
+        result = jnp.where(row >= i * tokens, number, result)
+    return result
 
 
 def _head_of_lanes(shape: tuple[int, ...], pack: int) -> jax.Array:
@@ -236,13 +236,13 @@ class Call(StaticCall):
         """
         return divided(head, self.queries.blocks)
 
-    def pack_number(self, head: Scalar, own: int) -> Scalar:
+    def pack_number(self, head: Scalar, local: int) -> Scalar:
         """Return the index of a pack or head, counted over all batch entries.
 
-        ``own`` is its index among the packs or heads of the program.
+        ``local`` is its index among the packs or heads of the program.
         """
         first, last = self.block_of(head)
-        return (first * self.together + own) * self.queries.blocks + last
+        return (first * self.together + local) * self.queries.blocks + last
 
     def kv_head(self, head: Scalar) -> Scalar:
         """Return the index of the key/value head that a query head uses, if heads are not packed.
@@ -270,10 +270,10 @@ class Call(StaticCall):
 
     def key_group(self, group: Scalar, tables: Sequence[Any]) -> Scalar:
         """Return the flat index of the dilation group of keys that a dilation group of queries sees."""
-        found: Scalar = 0
+        index: Scalar = 0
         for row, groups in zip(self.rows_of(group, (0, 0, 0), tables), self.keys.groups, strict=True):
-            found = found * groups + (row("key_group") if groups > 1 else 0)
-        return found
+            index = index * groups + (row("key_group") if groups > 1 else 0)
+        return index
 
 
 def call_of(plan: Plan, operands: Operands, alignment: int) -> Call:

@@ -175,23 +175,23 @@ class KeyBox(NamedTuple):
 
     Attributes:
         first: First key of the box.
-        own: First key that is in this box, but in no earlier box of the query tile.
+        first_new: First key that is in this box, but in no earlier box of the query tile.
     """
 
     first: Scalar
-    own: Scalar
+    first_new: Scalar
 
 
 def key_boxes(call: Call, cell: GridIndices, tables: Sequence[Any]) -> list[KeyBox]:
     """Return the box that a step visits: its position along each dimension. Steps after the last box repeat it."""
-    found = []
+    boxes = []
     rows = call.rows_of(cell.group, cell.tile, tables)
     for visits, row, step in zip(call.visits, rows, cell.step, strict=True):
-        own = row("start")
+        first_new = row("start")
         if visits.most_boxes > 1:
-            own += jnp.maximum(jnp.minimum(step, row("count") - 1), 0) * visits.box
-        found.append(KeyBox(jnp.minimum(own, visits.keys - visits.box), own))
-    return found
+            first_new += jnp.maximum(jnp.minimum(step, row("count") - 1), 0) * visits.box
+        boxes.append(KeyBox(jnp.minimum(first_new, visits.keys - visits.box), first_new))
+    return boxes
 
 
 def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scalar]) -> jax.Array:
@@ -203,7 +203,7 @@ def sees_all(rows: Sequence[Any], boxes: Sequence[KeyBox], shape: Sequence[Scala
         shape: Number of keys of the box along each dimension.
     """
     inside = [
-        (box.first >= box.own) & (box.first >= row("core_first")) & (box.first + extent <= row("core_end"))
+        (box.first >= box.first_new) & (box.first >= row("core_first")) & (box.first + extent <= row("core_end"))
         for row, box, extent in zip(rows, boxes, shape, strict=True)
     ]
     return functools.reduce(jnp.logical_and, inside)
@@ -254,7 +254,7 @@ def visit_keys(call: Call, cell: GridIndices, tables: Sequence[Any], add: Callab
 
     def visit_all() -> None:
         # Skip chunks if an earlier box includes all their keys, and chunks after the last key that the tile sees.
-        first = divided(jnp.minimum(box.own - box.first, extent) * stride, chunks.keys)[0]
+        first = divided(jnp.minimum(box.first_new - box.first, extent) * stride, chunks.keys)[0]
         behind = jnp.clip(rows[cut]("hull_end") - box.first, 0, extent) * stride
         end = divided(behind + chunks.keys - 1, chunks.keys)[0]
 
@@ -263,7 +263,7 @@ def visit_keys(call: Call, cell: GridIndices, tables: Sequence[Any], add: Callab
             start = jnp.minimum(number * chunks.keys, math.prod(chunks.box) - chunks.keys)
             cut_range = divided(start, stride)[0], divided(start + chunks.keys - 1, stride)[0] + 1
             parts, shape = [*boxes], [*chunks.box]
-            parts[cut], shape[cut] = KeyBox(box.first + cut_range[0], box.own), cut_range[1] - cut_range[0]
+            parts[cut], shape[cut] = KeyBox(box.first + cut_range[0], box.first_new), cut_range[1] - cut_range[0]
             is_full = sees_all(rows, parts, shape) & (start == number * chunks.keys)
             visit(lambda is_masked: add(Chunk(number, start, boxes), is_masked), is_full)
 
@@ -319,7 +319,7 @@ class QueryMask:
         x_tile, y_tile, _ = self.call.queries.tile
         boxes = chunk.boxes
         keys = [self.coordinates[chunk.number, dim : dim + 1, :] + box.first for dim, box in enumerate(boxes)]
-        along_z = jnp.where(keys[-1] >= boxes[-1].own, keys[-1], NOWHERE)
+        along_z = jnp.where(keys[-1] >= boxes[-1].first_new, keys[-1], NOWHERE)
         first, end = (across(self.windows[side], along_z.shape[1]) for side in (0, 1))
         slabs = []
         for x in range(x_tile):
@@ -337,7 +337,7 @@ class QueryMask:
         visits = self.call.visits[dim]
         tile = self.call.group_of(self.cell.group)[dim] * visits.q_tiles + self.cell.tile[dim]
         at = tile * (2 * visits.q_tile) + query
-        first = jnp.maximum(self.bounds[dim][at], box.own)
+        first = jnp.maximum(self.bounds[dim][at], box.first_new)
         return jnp.where((keys >= first) & (keys < self.bounds[dim][at + visits.q_tile]), coordinates, NOWHERE)
 
 
@@ -382,7 +382,7 @@ def scale_of(call: Call, scales: Any, pack: Scalar, axis: int = 0) -> Any:
     """Return the scale of a pack's logits: a scalar if its heads share one scale, otherwise a vector along ``axis``."""
     if scales.shape == (1,):
         return scales[0]
-    head_scales = [scales[pack * call.pack + own] for own in range(call.pack)]
+    head_scales = [scales[pack * call.pack + first_new] for first_new in range(call.pack)]
     return repeat_for_rows(head_scales, call.queries.tile_tokens, axis)
 
 

@@ -52,10 +52,10 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
     """
     width, together = call.width(value), call.together
 
-    def finish(out: Any, statistics: Any, found: Sequence[Sequence[jax.Array]]) -> None:
+    def finish(out: Any, statistics: Any, results: Sequence[Sequence[jax.Array]]) -> None:
         """Write the results of each pack: divide its weighted sum of values by its sum of weights."""
-        rows = grid.rows_of_columns([column for maxima, sums, _ in found for column in (maxima, sums)])
-        for pack, (_, sums, mix) in enumerate(found):
+        rows = grid.rows_of_columns([column for maxima, sums, _ in results for column in (maxima, sums)])
+        for pack, (_, sums, mix) in enumerate(results):
             inverse = jnp.reciprocal(jnp.maximum(sums, _SMALLEST_SUM))
             mixed = unstack_heads(mix * grid.across(inverse, width), call.pack)
             out[pack] = mixed.reshape(out.shape[1:]).astype(out.dtype)
@@ -70,7 +70,7 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
         chunk = Chunk(0, 0, grid.key_boxes(call, cell, refs[:3]))
         hidden = mask.hidden(chunk)
         # Issue the query-key products of all packs first, so that the compiler overlaps their latencies.
-        packs, found = range(together), []
+        packs, results = range(together), []
         products = [
             contract(call, query_rows(call, q.at[pack]), chunk.read(call, k.at[pack]), (1, 1)) for pack in packs
         ]
@@ -83,8 +83,8 @@ def forward(call: Call, query: jax.Array, key: jax.Array, value: jax.Array, scal
             sums = jnp.sum(weights, axis=1, keepdims=True)
             mix = contract(call, weights.astype(values.dtype), values, (1, 0))
             in_all_lanes = [jnp.broadcast_to(column, (call.rows, LANES)) for column in (maxima, sums)]
-            found.append((*in_all_lanes, mix))
-        finish(out, statistics, found)
+            results.append((*in_all_lanes, mix))
+        finish(out, statistics, results)
 
     def with_chunks(*refs: Any) -> None:
         """Process a query tile that may visit several chunks of keys. Accumulate its results in scratch memory."""
@@ -221,8 +221,8 @@ def _visitor(call: Call, cell: GridIndices, tables: Sequence[Any]) -> tuple[list
     A step after the last visited tile returns the last tile, and False.
     """
     tiles, is_step = [], []
-    found = call.visitors(tables, call.group_of(cell.group), cell.tile)
-    for visits, step, (first, count) in zip(call.visits, cell.step, found, strict=True):
+    results = call.visitors(tables, call.group_of(cell.group), cell.tile)
+    for visits, step, (first, count) in zip(call.visits, cell.step, results, strict=True):
         tiles.append(first + jnp.maximum(jnp.minimum(step, count - 1), 0) if visits.most_tiles > 1 else first)
         is_step.append(step < count)
     return tiles, functools.reduce(jnp.logical_and, is_step)

@@ -141,16 +141,16 @@ def recommended(problem: Problem, pass_: Pass) -> list[TilePair]:
     """Return the pairs of query and key/value tiles with the fewest estimated bundles, sorted by this estimate."""
     model, step = _Model(problem), alignment(problem)
     token_bytes = problem.element.bytes * sum(-(-width // LANES) * LANES for width in model.widths)
-    most = min(LARGEST_TILE, 2 * _MOST_BYTES // token_bytes) // model.heads
+    limit = min(LARGEST_TILE, 2 * _MOST_BYTES // token_bytes) // model.heads
     costs: dict[TilePair, float] = {}
-    for q_tile in _shapes([-(-axis.query_extent // axis.dilation) for axis in problem.axes], step, most):
+    for q_tile in _shapes([-(-axis.query_extent // axis.dilation) for axis in problem.axes], step, limit):
         spans = [_spans(*each) for each in zip(problem.axes, q_tile, model.steps, strict=True)]
         hull = [-(-max(each) // each_step) * each_step for each, each_step in zip(spans, model.steps, strict=True)]
         if pass_ == "forward":
             boxes = _boxes(hull, model.steps, min(LARGEST_BOX, _MOST_BOX_BYTES // token_bytes))
             costs |= {(q_tile, box): model.forward(spans, q_tile, box) for box in itertools.islice(boxes, 2)}
             continue
-        for kv_tile in _shapes(hull, step, most):
+        for kv_tile in _shapes(hull, step, limit):
             if model.heads * math.prod(q_tile) * math.prod(kv_tile) <= MOST_LOGITS:
                 costs[q_tile, kv_tile] = model.backward(spans, q_tile, kv_tile)
     return heapq.nsmallest(_LISTED, costs, key=lambda pair: costs[pair])
@@ -207,14 +207,14 @@ class _Model:
 
     def _padding(self, q_tile: Shape) -> float:
         """Return the bundles that XLA takes to pad queries to whole tiles, and to pad and align keys and values."""
-        own = math.prod(axis.query_extent // axis.dilation for axis in self.axes)
-        others = math.prod(axis.kv_extent // axis.dilation for axis in self.axes)
+        all_queries = math.prod(axis.query_extent // axis.dilation for axis in self.axes)
+        all_keys = math.prod(axis.kv_extent // axis.dilation for axis in self.axes)
         groups, queries, keys = 1, 1, 1
         for axis, tile, step in zip(self.axes, q_tile, self.steps, strict=True):
             groups *= axis.dilation
             queries *= -(-axis.query_extent // (tile * axis.dilation)) * tile
             keys *= -(-(common.before_keys(axis, tile, step) + -(-axis.kv_extent // axis.dilation)) // step) * step
-        return _PADDED * groups * ((queries if queries != own else 0) + (2 * keys if keys != others else 0))
+        return _PADDED * groups * ((queries if queries != all_queries else 0) + (2 * keys if keys != all_keys else 0))
 
     def backward(self, spans: Sequence[Sequence[int]], q_tile: Shape, kv_tile: Shape) -> float:
         """Return the bundles that the backward pass takes for one pack and one dilation group."""
@@ -244,8 +244,8 @@ class _Model:
         return max(bundles, rows * columns * LANES / 1024 * _SOFTMAX * products / _FORWARD)
 
 
-def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Shape]:
-    """Yield boxes of at most ``most`` keys, the largest first.
+def _boxes(hull: Sequence[int], steps: Sequence[int], limit: int) -> Iterator[Shape]:
+    """Yield boxes of at most ``limit`` keys, the largest first.
 
     The hull of a tile is the box of all keys that the tile's queries see. ``hull`` contains the largest extent of these
     hulls along each dimension. It is divided into equal boxes along the first dimension, then also along the next one.
@@ -254,7 +254,7 @@ def _boxes(hull: Sequence[int], steps: Sequence[int], most: int) -> Iterator[Sha
     for dim, step in enumerate(steps):
         for count in range(1, hull[dim] // step + 1):
             box[dim] = -(-hull[dim] // step // count) * step
-            if math.prod(box) <= most:
+            if math.prod(box) <= limit:
                 yield tuple(box)
 
 
@@ -274,21 +274,21 @@ def _spans(axis: Axis, tile: int, step: int) -> tuple[int, ...]:
     return tuple(int(n) for n in np.maximum(end - first // step * step, 1))
 
 
-def _shapes(lengths: Sequence[int], step: int, most: int) -> Iterator[Shape]:
-    """Yield candidate tiles of at most ``most`` tokens.
+def _shapes(lengths: Sequence[int], step: int, limit: int) -> Iterator[Shape]:
+    """Yield candidate tiles of at most ``limit`` tokens.
 
     An extent is a power of two, or divides its dimension into about equal parts. The last extent is a multiple of
     ``step``.
     """
     *leading, last = lengths
-    last_lengths = {-(-length // step) * step for length in _parts(last, most)}
+    last_lengths = {-(-length // step) * step for length in _parts(last, limit)}
     aligned = {length // LANES * LANES for length in last_lengths if length > LANES}
     for tile in itertools.product(*(_parts(length, 64) for length in leading), sorted(last_lengths | aligned)):
-        if math.prod(tile) <= most:
+        if math.prod(tile) <= limit:
             yield tile
 
 
-def _parts(length: int, most: int) -> list[int]:
-    """Return candidate extents of at most ``most``: powers of two, and ``length`` divided by powers of two."""
+def _parts(length: int, limit: int) -> list[int]:
+    """Return candidate extents of at most ``limit``: powers of two, and ``length`` divided by powers of two."""
     whole = {-(-length // 2**i) for i in range(length.bit_length() + 1)}
-    return sorted(part for part in whole | {2**i for i in range(length.bit_length())} if part <= most)
+    return sorted(part for part in whole | {2**i for i in range(length.bit_length())} if part <= limit)

@@ -168,22 +168,22 @@ def _along(padding: tuple[int, int, int], axis: int, ndim: int) -> list[tuple[in
 def returned(array: jax.Array, halo: Halo, line: DeviceLine, axis: int) -> jax.Array:
     """Apply the transpose of :func:`extended` to one array."""
     if halo.is_gathered:
-        (own,) = types_like(array, ((*array.shape[:axis], halo.part, *array.shape[axis + 1 :]), array.dtype))
-        (gradient,) = jax.linear_transpose(lambda own: line.gather(own, axis), own)(array)
+        (local,) = types_like(array, ((*array.shape[:axis], halo.part, *array.shape[axis + 1 :]), array.dtype))
+        (gradient,) = jax.linear_transpose(lambda local: line.gather(local, axis), local)(array)
         return gradient  # type: ignore[no-any-return]
-    own = jax.lax.slice_in_dim(array, halo.before, halo.before + halo.part, axis=axis)
+    local = jax.lax.slice_in_dim(array, halo.before, halo.before + halo.part, axis=axis)
     moves = moves_of(halo, line)
     slabs = [jax.lax.dynamic_slice_in_dim(array, each.start, each.tokens, axis) for each in moves]
-    return add_edges(own, slabs, moves, axis)
+    return add_edges(local, slabs, moves, axis)
 
 
-def add_edges(own: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move], axis: int) -> jax.Array:
+def add_edges(local: jax.Array, slabs: Sequence[jax.Array], moves: Sequence[Move], axis: int) -> jax.Array:
     """Send the gradients of halos back to the devices that own the tokens, and add them to the gradients there."""
     for move, slab in zip(moves, slabs, strict=True):
         edge = opaque_index(move.edge)
-        sum_ = move.send_back(slab) + jax.lax.dynamic_slice_in_dim(own, edge, move.tokens, axis)
-        own = jax.lax.dynamic_update_slice_in_dim(own, sum_, edge, axis)
-    return own
+        sum_ = move.send_back(slab) + jax.lax.dynamic_slice_in_dim(local, edge, move.tokens, axis)
+        local = jax.lax.dynamic_update_slice_in_dim(local, sum_, edge, axis)
+    return local
 
 
 def opaque_index(start: Any) -> jax.Array:
@@ -261,10 +261,10 @@ class Exchange:
     def origins(self) -> jax.Array:
         """Return the positions of this device's first query and first key (including halos) in the global layout."""
         first_keys = [-halo.before for halo in self.halos]
-        found = self.origins_of([0] * len(self.halos), first_keys)
+        offset = self.origins_of([0] * len(self.halos), first_keys)
         is_gathered = [line is not None and halo.is_gathered for halo, line in zip(self.halos, self.lines, strict=True)]
         pad = [False] * (3 - len(is_gathered))
-        return jnp.where(np.array([[False] * 3, [*pad, *is_gathered]]), 0, found) if any(is_gathered) else found
+        return jnp.where(np.array([[False] * 3, [*pad, *is_gathered]]), 0, offset) if any(is_gathered) else offset
 
     def origins_of(self, queries: Sequence[Any], keys: Sequence[Any]) -> jax.Array:
         """Convert a query position and a key position in this device's part to origins in the global layout."""

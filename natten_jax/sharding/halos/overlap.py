@@ -57,7 +57,7 @@ class Slab(NamedTuple):
 
 def slabs_of(problem: Problem, exchange: Exchange) -> list[Slab]:
     """Return all slabs in the order of their exchanges."""
-    found: list[Slab] = []
+    slabs: list[Slab] = []
     # Coordinates of the next slab's first key. The slab includes the halos of dimensions with earlier exchanges.
     first_keys: list[Any] = [0] * len(exchange.halos)
     layout = [halo.part for halo in exchange.halos]
@@ -69,9 +69,9 @@ def slabs_of(problem: Problem, exchange: Exchange) -> list[Slab]:
             first_query, first_key = (jnp.where(is_front, *each) for each in zip(*sides, strict=True))
             first = jnp.stack(_with([jnp.zeros((), jnp.int32)] * len(layout), i, opaque_index(first_query)))
             query_box = QueryBox(first, tuple(_with(layout, i, slab.queries)))
-            found.append(Slab(i, number, slab.keys, _with(first_keys, i, first_key), query_box))
+            slabs.append(Slab(i, number, slab.keys, _with(first_keys, i, first_key), query_box))
         first_keys[i] = jnp.where(line.index == 0, 0, -halo.before) if halo.changes_places else -halo.before
-    return found
+    return slabs
 
 
 class HaloPipeline:
@@ -187,18 +187,18 @@ def returned(exchange: Exchange, slabs: Sequence[Slab], array: jax.Array, gradie
         array: Local keys or values.
         gradients: The gradient of ``array``, followed by the gradient of each slab.
     """
-    (dimension, *others) = travel_order(exchange.halos)
-    if not others:
-        own, *halo_gradients = gradients
-        return add_edges(own, halo_gradients, moves_of(*_along(exchange, dimension)), FIRST_TOKEN_AXIS + dimension)
+    (dimension, *more_dimensions) = travel_order(exchange.halos)
+    if not more_dimensions:
+        local, *halo_gradients = gradients
+        return add_edges(local, halo_gradients, moves_of(*_along(exchange, dimension)), FIRST_TOKEN_AXIS + dimension)
 
-    def exchanged(own: jax.Array) -> list[jax.Array]:
-        patchwork, found = _Patchwork(own), [own]
+    def exchanged(local: jax.Array) -> list[jax.Array]:
+        patchwork, parts = _Patchwork(local), [local]
         for each in slabs:
             move = moves_of(*_along(exchange, each.dimension))[each.number]
-            found.append(move.send(patchwork.sent(each, jnp.asarray(move.edge, jnp.int32), exchange)))
-            patchwork = patchwork.with_slab(each.dimension, found[-1])
-        return found
+            parts.append(move.send(patchwork.sent(each, jnp.asarray(move.edge, jnp.int32), exchange)))
+            patchwork = patchwork.with_slab(each.dimension, parts[-1])
+        return parts
 
     (result,) = jax.vjp(exchanged, array)[1](list(gradients))
     return result  # type: ignore[no-any-return]
@@ -269,15 +269,15 @@ def forward(
     """
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
     (query, zero), query_box = travel.started_before((operands.inputs.query, jnp.zeros((), jnp.int32)))
-    found = run(request, operands.with_origins(_own_origins(exchange, zero), query=query))
+    saved = run(request, operands.with_origins(_own_origins(exchange, zero), query=query))
     for slab in travel.slabs:
-        (key, value), found = travel.finished_after(found)
+        (key, value), saved = travel.finished_after(saved)
         assert query_box is not None
-        (found, zero), next_box = travel.started_before((found, zero))
+        (saved, zero), next_box = travel.started_before((saved, zero))
         origins = exchange.origins_of([zero] * len(exchange.halos), slab.first_key)
-        found = resume(*_slab_call(request, operands, origins, query=query, key=key, value=value), found, query_box)
+        saved = resume(*_slab_call(request, operands, origins, query=query, key=key, value=value), saved, query_box)
         query_box = next_box
-    return found
+    return saved
 
 
 def backward(
@@ -299,27 +299,27 @@ def backward(
     """
     travel = HaloPipeline(slabs_of(request.problem, exchange), exchange, operands)
     query_arrays = operands.inputs.query, saved, cotangents
-    (query, saved, cotangents), seen_next = _started_and_cut(travel, query_arrays, query_arrays)
-    found = run(request, operands.with_origins(_own_origins(exchange, 0), query=query), saved, cotangents)
+    (query, saved, cotangents), next_queries = _started_and_cut(travel, query_arrays, query_arrays)
+    part = run(request, operands.with_origins(_own_origins(exchange, 0), query=query), saved, cotangents)
     results: list[Gradients] = []
     for slab in travel.slabs:
-        (key, value), found = travel.finished_after(found)
-        results.append(found)
-        assert seen_next is not None
-        (query, saved, cotangents), seen_next = _started_and_cut(travel, seen_next, query_arrays)
+        (key, value), part = travel.finished_after(part)
+        results.append(part)
+        assert next_queries is not None
+        (query, saved, cotangents), next_queries = _started_and_cut(travel, next_queries, query_arrays)
         origins = exchange.origins_of(slab.query_box.starts, slab.first_key)
-        found = run(*_slab_call(request, operands, origins, query=query, key=key, value=value), saved, cotangents)
-    own, *halo_gradients = [*results, found]
-    query_gradient = own.query
+        part = run(*_slab_call(request, operands, origins, query=query, key=key, value=value), saved, cotangents)
+    local, *halo_gradients = [*results, part]
+    query_gradient = local.query
     for slab, gradients in zip(travel.slabs, halo_gradients, strict=True):
         query_gradient = slab.query_box.update(query_gradient, slab.query_box.cut(query_gradient) + gradients.query)
-    key = returned(exchange, travel.slabs, operands.inputs.key, [own.key, *(each.key for each in halo_gradients)])
+    key = returned(exchange, travel.slabs, operands.inputs.key, [local.key, *(each.key for each in halo_gradients)])
     value = returned(
-        exchange, travel.slabs, operands.inputs.value, [own.value, *(each.value for each in halo_gradients)]
+        exchange, travel.slabs, operands.inputs.value, [local.value, *(each.value for each in halo_gradients)]
     )
     sums = [
         functools.reduce(jnp.add, each) if role.is_of_heads and each[0] is not None else each[0]
-        for role, each in zip(roles_of_fields(Inputs), zip(own, *halo_gradients, strict=True), strict=True)
+        for role, each in zip(roles_of_fields(Inputs), zip(local, *halo_gradients, strict=True), strict=True)
     ]
     return Gradients._make(sums)._replace(query=query_gradient, key=key, value=value)
 
