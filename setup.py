@@ -209,7 +209,7 @@ def find_packaged_nvcc() -> Path | None:
 
 
 def setup_requirements() -> list[str]:
-    """Return build requirements in addition to the static requirements in pyproject.toml."""
+    """Return the build requirements that pyproject.toml does not list."""
     if not wants_cuda():
         return []
     cutlass = [] if os.environ.get(CUTLASS_VARIABLE) else [CUTLASS_REQUIREMENT]
@@ -359,7 +359,7 @@ class CMakeBuild(build_ext):
         subprocess.run(configure, check=True)
         parallel = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(parallel_compilations())]
         subprocess.run([cmake, "--build", str(build_directory), *parallel], check=True)
-        # Sanitizer reports need the symbols to name source lines.
+        # Sanitizer reports can name source lines only if the symbols are kept.
         strip = [] if sanitizers else ["--strip"]
         subprocess.run([cmake, "--install", str(build_directory), *strip], check=True)
 

@@ -77,11 +77,11 @@ class Log:
             self.lines.append(line)
 
     def section(self, title: str) -> None:
-        """Print a headline."""
+        """Print a heading."""
         self.add("", "=" * 80, f" {title}", "=" * 80)
 
     def subsection(self, title: str) -> None:
-        """Print a second-level headline."""
+        """Print a second-level heading."""
         self.add("", "-" * 60, f" {title}", "-" * 60)
 
 

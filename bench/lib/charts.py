@@ -67,7 +67,7 @@ def dots(
 
     Args:
         rows: Row labels, of one or two lines.
-        panels: Points by panel title. Each panel has the same labels, at most three.
+        panels: Points by panel title. All panels have the same points, at most three, each with a label.
         about: Caption below the chart.
         ticks: Tick values of the logarithmic axis.
         unit: Suffix of the values.

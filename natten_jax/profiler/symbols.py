@@ -165,7 +165,7 @@ def _name_of_xla(symbol: str, instruction: Instruction, scope: str) -> Name:
     if label and "transpose(" in path:
         label = f"{label} (backward)"  # JAX names the scope of a transposed function transpose(...)
     if label and category == "copy" and label not in kernel:
-        label = f"{kernel} [{label}]"  # XLA copies data for a primitive: name the copy and the primitive
+        label = f"{kernel} [{label}]"  # XLA adds copies for primitives: name both
     return Name("XLA", category, "-", shorten(label or kernel))
 
 

@@ -205,8 +205,8 @@ def test_records_cover_the_keys_that_tiles_see(tile: int, edges: Edge, is_causal
         problem = problem_of((extent,), kernel_size, stride, is_causal=is_causal, edges=edges)
         mask = oracle.line_mask(extent, kernel_size, stride, 1, is_causal, edges)
         found = native.bias_sums(axis_rows(problem), (1, 1, extent), (1, 1, tile), (1, 1, 8))
-        # A record needs room for one number more than there are offsets, because the gradients of some queries are
-        # stored one position later.
+        # A record needs room for (number of offsets + 1) numbers: some queries store their gradients one position
+        # later than the other queries.
         assert found.record - _HEADER >= max(offsets_of_tiles(mask, tile)) + 1
         assert found.tiles == -(-extent // tile)
         assert found.record <= 2 * kernel_size + 16 + _HEADER

@@ -96,7 +96,7 @@ def test_non_finite_numbers_stay_in_their_entry_in_operators(family: Family, nam
 def test_other_entries_are_found_by_the_same_products(pure_family: Family) -> None:
     """Backward passes recompute the softmax statistics of the whole batch if a logit is large.
 
-    Non-finite queries and keys must not count as large logits. Otherwise, the results of other batch entries would be
+    A logit that is not finite must not count as a large logit. Otherwise, the results of other batch entries would be
     rounded differently.
     """
     case = Case((150,), (33,), batch=3, heads=2, heads_kv=2, head_dim=48)

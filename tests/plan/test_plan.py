@@ -196,7 +196,7 @@ HOPPER_DEVICE = Device("cuda", (9, 0))
 
 
 class FakeGpu(NamedTuple):
-    """A GPU with the attributes of a JAX device that this package reads."""
+    """A simulated GPU. It has only the attributes that this package reads from a JAX device."""
 
     platform: str = "gpu"
     compute_capability: str = "9.0"

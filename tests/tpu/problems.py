@@ -123,7 +123,7 @@ def _widths() -> Iterator[tuple[str, Compiled]]:
 
 
 def _features() -> Iterator[tuple[str, Compiled]]:
-    """Yield problems that use the features of a call, with layouts whose extents are not multiples of tile extents."""
+    """Yield problems with special shapes or options. Most layout extents are not multiples of the tile extents."""
     yield "one token", Compiled(Case((1, 1), (1, 1)))
     yield "one row", Compiled(Case((1, 13, 1), (1, 5, 1), head_dim=32))
     scaled = Case((37, 41), (9, 12), heads=2, heads_kv=1, head_dim=64, scales=(0.5, -0.1))

@@ -177,7 +177,7 @@ class _RowTerms(NamedTuple):
 
     Attributes:
         rows: Statistics of the row's softmax.
-        change: Zeros whose derivative is the derivative of the logsumexp.
+        change: Zeros in value. Their tangent is the tangent of the logsumexp.
         delta: ``delta`` in the module's docstring.
         out_cotangent: Cotangent of the output.
     """
