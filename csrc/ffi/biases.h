@@ -21,7 +21,7 @@ xffi::Error decode_bias_gradients(xffi::Result<xffi::AnyBuffer> relative_bias, x
 xffi::Error decode_tables(const xffi::AnyBuffer& relative_bias, xffi::Result<xffi::AnyBuffer> products,
                           const std::int64_t (&rows)[kRank], const std::int64_t (&columns)[kRank], Call& call);
 
-/// Checks the result for the gradient of the relative bias.
+/// Checks the result buffer that receives the gradient of the relative bias.
 xffi::Error decode_table_gradient(xffi::Result<xffi::AnyBuffer> relative_bias, Call& call);
 
 /// Decodes the key biases of a call of GPU kernels. They are separate for each head, or shared by all heads. An empty

@@ -22,7 +22,7 @@ std::int64_t seen_between(const Window& window, std::int64_t begin, std::int64_t
 }
 
 /// Maximum number of queries that see a key tile, and maximum number of queries that see a region, along one dimension
-/// and over all lengths. The last region has `tiles` tiles; the region before it has the tiles that remain.
+/// and over all lengths. The last region is full (`tiles` tiles); the region before it may have fewer tiles.
 struct Seen {
   std::int64_t by_tile = 0, by_region = 0;
 

@@ -14,8 +14,8 @@ namespace natten_jax::sm90 {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     natten_jax_sm90_fna_forward_float8(const __grid_constant__ ForwardParams p) {
-  // The swizzle requires that dynamic shared memory starts at a multiple of 1024 bytes. It does, because the kernel has
-  // no static shared memory.
+  // The swizzle requires that dynamic shared memory starts at a multiple of 1024 bytes. This is so, because the kernel
+  // has no static shared memory.
   extern __shared__ __align__(1024) char raw[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(raw);
   prepare<Traits>(p, shared);

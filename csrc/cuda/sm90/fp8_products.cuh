@@ -26,8 +26,8 @@ struct Float8Products {
   static constexpr int kSets = Traits::kValueParts == 1 ? 1 : 2;
   static constexpr bool kHasSeparateLogits = Traits::kHeadDim <= 64;
   // Step of `Float8Attention::exchange` that starts the product for the logits of the next tile. If these logits have
-  // separate registers, this is the step that starts the last part of the weighted values. Otherwise, it is the step
-  // that adds the last part in the registers that these logits overwrite.
+  // separate registers, this is the step that starts the last part of the weighted values. Otherwise, the logits
+  // overwrite the registers of the last part, so this is the step that adds this part to the output.
   static constexpr int kLogitsStep = kHasSeparateLogits ? Traits::kValueParts - 1 : Traits::kValueParts;
   static constexpr int kFirstOfSets = kHasSeparateLogits ? kLogitElements : 0;
   static_assert(kHasSeparateLogits || kLogitElements <= kPartElements);

@@ -28,8 +28,8 @@ CUTE_DEVICE void clear_sums(const CommonParams& p, char* raw) {
 }
 
 /// Stores the logit gradients of pairs of groups, rounded to the element type. A word contains two neighboring
-/// elements, and is stored if at least one of them is visible. A hidden (masked-out) element of the word is zero, and
-/// no visible element of the row uses its position.
+/// elements, and is stored if at least one of them is visible. A hidden (masked-out) element of the word is
+/// stored as zero, at a position where no visible element of the row is stored.
 template <int kPairs>
 CUTE_DEVICE void store_logit_gradients(const TilePlan& tile, std::uint32_t sums, const std::uint32_t (&a)[kPairs][4],
                                        const Pairs<kPairs>& pairs) {

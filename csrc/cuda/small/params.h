@@ -153,7 +153,7 @@ struct BackwardParams : CommonParams {
   void* value_gradient;
   SinksParams sinks;
 
-  /// True with per-head scales, or if the kernels that own queries write parts of the gradient of sinks.
+  /// True if the kernels need values per head: scales, or partial sums of the sinks' gradient.
   CUTLASS_HOST_DEVICE bool has_head_terms() const { return scale.heads != nullptr || sinks.parts != nullptr; }
 
   // For a relative bias: the records of tiles, each followed by its header (bias_table.h), [batch, heads, tiles, record
