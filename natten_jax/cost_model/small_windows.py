@@ -179,8 +179,8 @@ def ranked(
     """Yield every pair of tiles that these kernels support, with its predicted seconds, the fastest first.
 
     Pairs are sorted by ``Estimate.work``, because memory-bound pairs have equal ``Estimate.seconds``. Among pairs with
-    equal work, the pair whose tile of rows has the smallest maximum extent comes first. If dimensions are
-    very long, the predictions are for a problem with shorter dimensions (:func:`natten_jax.cost_model.tiles.shortened`).
+    equal work, the pair whose tile of rows has the smallest maximum extent comes first. If dimensions are very long,
+    the predictions are for a problem with shorter dimensions (:func:`natten_jax.cost_model.tiles.shortened`).
 
     Args:
         family: The backend family, as in :func:`estimate`.

@@ -1,8 +1,8 @@
 // Forward kernel for 8-bit floats: steps of a consumer warpgroup's loops over query tiles, and over the key tiles that
 // the warpgroup's rows attend to.
 //
-// The kernel for 16-bit elements has a copy of these steps in forward_attention.cuh. If the 16-bit kernel used the class
-// in this file, ptxas would allocate that kernel's registers differently.
+// The kernel for 16-bit elements has a copy of these steps in forward_attention.cuh. If the 16-bit kernel used the
+// class in this file, ptxas would allocate that kernel's registers differently.
 #pragma once
 
 #include "cuda/sm90/forward_mask.cuh"

@@ -57,8 +57,9 @@ struct EntryRegion {
   /// plan does not depend on where it ends, because the end lies past the region's box and past the columns that its
   /// rows see.
   ///
-  /// If the layout ends before this distance, the plan depends on the end for two reasons. Windows are shifted near the end, so that more queries see a key.
-  /// With keys as rows, the last two regions also divide their tiles differently (RegionAxis::fill_last_region).
+  /// If the layout ends before this distance, the plan depends on the end for two reasons. Windows are shifted near the
+  /// end, so that more queries see a key. With keys as rows, the last two regions also divide their tiles differently
+  /// (RegionAxis::fill_last_region).
   CUTE_DEVICE static int rows_behind(const DeviceAxis& axis, int first_row, int rows, int columns) {
     // Lower bound of the number of columns that the box has before the region's first row.
     const int before = kRowsAreKeys && axis.is_causal() ? 0 : min(first_row, (axis.kernel_size - 1) / 2);

@@ -10,7 +10,7 @@
 
 namespace natten_jax::small {
 
-/// Biases of the keys that are a warp's columns. Without `kAreThere`, its functions do nothing.
+/// Biases of the keys that are a warp's columns. If `kAreThere` is false, its functions do nothing.
 template <bool kAreThere>
 class ColumnKeyBias {
  public:
@@ -105,7 +105,8 @@ class ColumnKeyBias {
   bool is_new_ = true;
 };
 
-/// Biases of the keys that are a lane's two rows, and their gradients. Without `kAreThere`, its functions do nothing.
+/// Biases of the keys that are a lane's two rows, and their gradients. If `kAreThere` is false, its functions do
+/// nothing.
 template <bool kAreThere>
 class RowKeyBias {
  public:

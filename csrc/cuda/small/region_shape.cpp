@@ -204,7 +204,7 @@ bool complete_region(const Problem& problem, const Side (&sides)[kRank], Kernel 
   if (region.has_boxes && !widen_box(sides, region, groups, box)) return false;
   if (problem.has_relative_bias && !lay_out_sums(problem, groups, region)) return false;
   const std::int64_t plane = box[0] * box[1];
-  // The last pair of a line may extend past the box, into memory without columns.
+  // The last pair of a line may extend past the box, into memory that holds no columns.
   const std::int64_t memory_rows = plane * box[2] + box[0] * 2 * region.group[1] + region.group[0];
   constexpr std::int64_t kEnough = 1 << 20;
   if (memory_rows > kEnough || pairs > kEnough) return false;

@@ -67,7 +67,7 @@ struct RingStrip {
 /// consecutive indices; the first one may begin before the layout.
 struct RingAlong {
   const RingParams& p;
-  std::uint32_t windows;  // per row: the begin of its range in the lower half-word, the end in the upper one
+  std::uint32_t windows;  // per row: start of its range in the lower half-word, end in the upper one
 
   CUTE_DEVICE RingAlong(const RingParams& p, std::uint32_t shared) : p(p), windows(shared + p.shape.windows) {}
 
