@@ -42,7 +42,7 @@ LAYOUTS: Mapping[int, Sequence[tuple[int, ...]]] = {
 }  # fmt: skip
 HEADS = tuple(range(1, 9))
 #: A point is an outlier if the ratio of its time to the mean time of its neighbours exceeds this bound.
-MOST_EXCESS = 1.12
+MAX_EXCESS = 1.12
 #: Number of programs compiled in parallel. The arrays of a program stay on the device until the program is timed.
 AT_ONCE = 8
 
@@ -127,10 +127,10 @@ def print_landscape(rows: Mapping[Point, Mapping[str, Any]], layouts: Sequence[A
     print(f"{'ns a token and head':22}" + "".join(f"{f'{n} heads':>9}" for n in heads))
     for i, layout in enumerate(layouts):
         figures = (rows[Point(i, j)] for j in range(len(heads)))
-        cells = (f"{row['nanoseconds']:8.2f}{'!' if row['excess'] > MOST_EXCESS else ' '}" for row in figures)
+        cells = (f"{row['nanoseconds']:8.2f}{'!' if row['excess'] > MAX_EXCESS else ' '}" for row in figures)
         print(f"{'x'.join(map(str, layout)):22}" + "".join(cells))
     for row in rows.values():
-        if row["excess"] > MOST_EXCESS:
+        if row["excess"] > MAX_EXCESS:
             expected = row.get("predicted_excess")
             model = "" if expected is None else f", the time model expects {expected:.2f} times"
             print(f"  {row['layout']}, {row['heads']} heads: {row['excess']:.2f} times its neighbours{model}")

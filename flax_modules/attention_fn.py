@@ -127,33 +127,33 @@ def _with_one_batch_dimension(array: Any, batch: tuple[int, ...], rank: int | No
     also returned unchanged if ``batch`` is empty, or if the number of dimensions after ``batch`` is not ``rank``.
     """
     shape = getattr(array, "shape", ())
-    others = shape[len(batch) :]
-    if array is None or shape[: len(batch)] != batch or (rank is not None and (not batch or len(others) != rank)):
+    rest = shape[len(batch) :]
+    if array is None or shape[: len(batch)] != batch or (rank is not None and (not batch or len(rest) != rank)):
         return array
-    return array.reshape(math.prod(batch), *others)
+    return array.reshape(math.prod(batch), *rest)
 
 
 def _attend_dropping(
-    drop: Callable[[jax.Array], jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, **others: Any
+    drop: Callable[[jax.Array], jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, **arguments: Any
 ) -> jax.Array:
-    """Compute neighborhood attention with dropout of the weights; ``others`` are arguments of the operator."""
+    """Compute neighborhood attention with dropout of the weights; ``arguments`` are arguments of the operator."""
     names = "query_origin", "extents", "clamp_window", "fp8"
-    given = [name for name in names if not (others.get(name) is None or others.get(name) is False)]
+    given = [name for name in names if not (arguments.get(name) is None or arguments.get(name) is False)]
     if given or query.shape[:-2] != key.shape[:-2]:
         beside = ", ".join(given) or "inputs_kv of another layout"
         raise ValueError(
             f"attn_drop was given with {beside}: dropout requires queries that cover the whole layout of the keys"
         )
     for name in ("key_bias", "sinks"):
-        if others.get(name) is not None:
+        if arguments.get(name) is not None:
             raise ValueError(f"attn_drop was given with {name}: attention with dropout does not support {name}")
     warn_of_line(
         "attn_drop: attention weights are formed as an array, which is slower than the operators and takes "
         "prod(kernel_size) numbers for each query and head; without dropout, the operators run",
         AttentionDropoutWarning,
     )
-    window: dict[str, Any] = {name: others[name] for name in WindowArguments._fields}
-    terms: dict[str, Any] = {name: others.get(name) for name in ("scale", "relative_bias")}
+    window: dict[str, Any] = {name: arguments[name] for name in WindowArguments._fields}
+    terms: dict[str, Any] = {name: arguments.get(name) for name in ("scale", "relative_bias")}
     return neighborhood_apply(drop(neighborhood_weights(query, key, **window, **terms)), value, **window)
 
 
@@ -170,16 +170,16 @@ def neighborhood(module: str, rank: int, settings: Mapping[str, Any], scale_name
         ValueError: A value breaks a rule of the operator, or ``backend`` is unknown.
         TypeError: An argument is of the wrong type, or its name is unknown.
     """
-    others = dict(settings)
-    window = WindowArguments(**{name: others.pop(name) for name in WindowArguments._fields}).checked(rank)
-    clamp_window = flag("clamp_window", others.pop("clamp_window"))
-    scale = checked_scale(others.pop(scale_name), name=scale_name)
-    options = {name: others.pop(name, None) for name in ("backend", "attention_kwargs", "fp8")}
+    remaining = dict(settings)
+    window = WindowArguments(**{name: remaining.pop(name) for name in WindowArguments._fields}).checked(rank)
+    clamp_window = flag("clamp_window", remaining.pop("clamp_window"))
+    scale = checked_scale(remaining.pop(scale_name), name=scale_name)
+    options = {name: remaining.pop(name, None) for name in ("backend", "attention_kwargs", "fp8")}
     if options["fp8"] is not None:
         float8_name("fp8", options["fp8"])
     if options["backend"] is not None:
         backends.find(options["backend"], "fna")
-    config = performance_of(rank, **without_neutral(module, others))
+    config = performance_of(rank, **without_neutral(module, remaining))
     if options["attention_kwargs"] is not None:
         checked_attention_kwargs(options["attention_kwargs"], config.flattened())
     fixed = {**window._asdict(), "clamp_window": clamp_window, "scale": scale}
@@ -286,9 +286,9 @@ class NeighborhoodModule:
         """Check the inputs. Return the input of the query projection and the input of the key and value projections."""
         inputs = array_of(inputs)
         _check_input(inputs, self.rank, in_features)
-        others = inputs if inputs_kv is None else array_of(inputs_kv)
-        _check_input(others, self.rank, inputs.shape[-1], "inputs_kv")
-        return inputs, others
+        kv_inputs = inputs if inputs_kv is None else array_of(inputs_kv)
+        _check_input(kv_inputs, self.rank, inputs.shape[-1], "inputs_kv")
+        return inputs, kv_inputs
 
 
 def bias_shape(relative_bias: bool, num_heads: int, window: WindowArguments) -> tuple[int, ...] | None:

@@ -149,22 +149,22 @@ class NeighborhoodAttention(NeighborhoodModule, linen.Module):
         Raises:
             ValueError: An array has a wrong shape, or the window does not fit the layout of ``inputs_kv``.
         """
-        inputs, others = self._tokens(inputs, inputs_kv, self.in_features)
+        inputs, kv_inputs = self._tokens(inputs, inputs_kv, self.in_features)
         in_features = inputs.shape[-1]
         sizes = common.head_sizes(self.num_heads, self.num_kv_heads, in_features, self.qkv_features)
         num_heads, num_kv_heads, head_dim = sizes
         typed: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         common_init = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
 
-        def project(features: Any, name: str, *initializers: Initializer | None, **others: Any) -> linen.DenseGeneral:
+        def project(features: Any, name: str, *initializers: Initializer | None, **options: Any) -> linen.DenseGeneral:
             chosen = common.settings_of(common_init, *initializers)
             annotating: Any = {name: _annotating(initializer) for name, initializer in chosen.items()}
-            return linen.DenseGeneral(features, name=name, precision=self.precision, **typed, **annotating, **others)
+            return linen.DenseGeneral(features, name=name, precision=self.precision, **typed, **annotating, **options)
 
         kv_initializers = self.kv_kernel_init, self.kv_bias_init
         query = project((num_heads, head_dim), "query", None, None, use_bias=self.qkv_bias)(inputs)
-        key = project((num_kv_heads, head_dim), "key", *kv_initializers, use_bias=self.qkv_bias)(others)
-        value = project((num_kv_heads, head_dim), "value", *kv_initializers, use_bias=self.qkv_bias)(others)
+        key = project((num_kv_heads, head_dim), "key", *kv_initializers, use_bias=self.qkv_bias)(kv_inputs)
+        value = project((num_kv_heads, head_dim), "value", *kv_initializers, use_bias=self.qkv_bias)(kv_inputs)
         if self.normalize_qk:
             normalize = functools.partial(linen.LayerNorm, use_bias=False, **typed)
             with jax.numpy_dtype_promotion("standard"):  # required by Flax's LayerNorm

@@ -176,8 +176,8 @@ class NeighborhoodAttention(NeighborhoodModule, nnx.Module):
         Raises:
             ValueError: An array has a wrong shape, or the window does not fit the layout of ``inputs_kv``.
         """
-        inputs, others = self._tokens(inputs, inputs_kv, self.in_features)
-        projections = (self.query, inputs), (self.key, others), (self.value, others)
+        inputs, kv_inputs = self._tokens(inputs, inputs_kv, self.in_features)
+        projections = (self.query, inputs), (self.key, kv_inputs), (self.value, kv_inputs)
         query, key, value = (project(tokens, out_sharding=qkv_sharding) for project, tokens in projections)
         if self.query_ln is not None and self.key_ln is not None:
             with jax.numpy_dtype_promotion("standard"):  # required by Flax's LayerNorm

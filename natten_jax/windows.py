@@ -229,8 +229,8 @@ class Axis:
             kv_extent: New number of key/value tokens; can be a traced value.
             xp: Array namespace, ``numpy`` or ``jax.numpy``.
         """
-        most = xp.maximum(kv_extent // self.dilation, xp.minimum(kv_extent, 1))  # 0 if there are no keys
-        kernel_size: Any = xp.minimum(self.kernel_size, most)
+        largest = xp.maximum(kv_extent // self.dilation, xp.minimum(kv_extent, 1))  # 0 if there are no keys
+        kernel_size: Any = xp.minimum(self.kernel_size, largest)
         stride: Any = 1 if self.stride == 1 else xp.maximum(xp.minimum(self.stride, kernel_size), 1)
         return dataclasses.replace(
             self, query_extent=query_extent, kv_extent=kv_extent, kernel_size=kernel_size, stride=stride

@@ -29,7 +29,7 @@ Bools = bool | Sequence[bool] | np.ndarray[Any, Any] | jax.Array
 
 _ARRAYS = (np.ndarray, jax.Array)
 _TEXT = (str, bytes, bytearray, memoryview)  # sequences whose elements are not numbers
-_MOST_VALUES = 64  # largest number of elements of a sequence in an error message
+_MAX_VALUES = 64  # largest number of elements of a sequence in an error message
 _LONGEST = 160  # largest number of characters of a value in an error message
 _INT = frozenset((int,))
 #: Largest integer that kernels accept.
@@ -43,9 +43,9 @@ def shown(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, _ARRAYS):
         is_traced = isinstance(value, jax.core.Tracer)
-        if not is_traced and (value.size > _MOST_VALUES or not isinstance(value.dtype, np.dtype)):
+        if not is_traced and (value.size > _MAX_VALUES or not isinstance(value.dtype, np.dtype)):
             return f"an array of shape {value.shape} and dtype {value.dtype}"
-    elif isinstance(value, Sized) and not isinstance(value, range) and len(value) > _MOST_VALUES:
+    elif isinstance(value, Sized) and not isinstance(value, range) and len(value) > _MAX_VALUES:
         return f"a {kind} of length {len(value)}"
     try:
         text = repr(value)
@@ -139,7 +139,7 @@ def choice_tuple(name: str, value: Any, choices: Sequence[C], rank: int) -> tupl
         return (choices[choices.index(value)],) * rank
     words = " or ".join(map(repr, choices))
     values: Any = (value,) * rank if isinstance(value, str) else value
-    if not isinstance(values, Sequence) or any(not isinstance(each, str) for each in values[:_MOST_VALUES]):
+    if not isinstance(values, Sequence) or any(not isinstance(each, str) for each in values[:_MAX_VALUES]):
         raise TypeError(f"{name} must be {words}, or a sequence of {rank} of them, got {shown(value)}")
     if len(values) != rank:
         raise ValueError(f"{name} must have {rank} value(s), one per token dimension, got {shown(value)}")
@@ -183,11 +183,11 @@ def hashable(value: Any) -> Any:
     """
     if isinstance(value, _ARRAYS):
         is_known = isinstance(value.dtype, np.dtype) and not isinstance(value, jax.core.Tracer)
-        if not is_known or value.ndim > 1 or value.size > _MOST_VALUES:
+        if not is_known or value.ndim > 1 or value.size > _MAX_VALUES:
             return value
         values = np.asarray(value).tolist()
         return tuple(values) if isinstance(values, list) else values
-    if not isinstance(value, Sequence) or isinstance(value, _TEXT) or len(value) > _MOST_VALUES:
+    if not isinstance(value, Sequence) or isinstance(value, _TEXT) or len(value) > _MAX_VALUES:
         return value
     return tuple(hashable(each) if isinstance(each, _ARRAYS) else each for each in value)
 
@@ -214,12 +214,12 @@ def _tuple_of(
         if one is None:
             raise TypeError(f"{name} must be {article}a sequence of {rank} {kinds}, got {_with_dtype(value)}")
         return (one,) * rank
-    first = value[: max(rank, _MOST_VALUES)]  # do not check every element of a long sequence
+    first = value[: max(rank, _MAX_VALUES)]  # do not check every element of a long sequence
     for each in first:
         check_static(name, each)
-    found = [read(each) for each in first]
-    values = tuple(each for each in found if each is not None)
-    if len(values) < len(found):
+    parsed = [read(each) for each in first]
+    values = tuple(each for each in parsed if each is not None)
+    if len(values) < len(parsed):
         raise TypeError(f"{name} must hold {kinds} only, got {shown(value)}")
     if len(value) != rank:
         raise ValueError(f"{name} must have {rank} value(s), one per token dimension, got {shown(value)}")
@@ -251,7 +251,7 @@ Arguments = TypeVarTuple("Arguments")
 
 #: Types of the arguments (all immutable) for which results are cached.
 _KEPT = (type(None), bool, int, float, str, np.dtype)
-_MOST_RESULTS, _LONGEST_KEY = 4096, 1024
+_MAX_RESULTS, _LONGEST_KEY = 4096, 1024
 
 
 def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments], Result]:
@@ -272,7 +272,7 @@ def checked_once(check: Callable[[*Arguments], Result]) -> Callable[[*Arguments]
             return check(*arguments)
         if key not in results:
             result = check(*arguments)
-            if len(results) >= _MOST_RESULTS:
+            if len(results) >= _MAX_RESULTS:
                 results.clear()
             results[key] = result
             return result
@@ -291,7 +291,7 @@ def _key(value: Any) -> tuple[Any, ...] | None:
     rest = [value]
     while rest:
         part = rest.pop()
-        if isinstance(part, (tuple, list)) and len(part) <= _MOST_VALUES:
+        if isinstance(part, (tuple, list)) and len(part) <= _MAX_VALUES:
             key += type(part), len(part)
             rest += part
         elif isinstance(part, _KEPT):

@@ -30,20 +30,20 @@ class Platform:
     Attributes:
         name: JAX platform: ``"cpu"``, ``"cuda"`` or ``"tpu"``.
         compute_capability: Minimum compute capability of GPUs; ``None`` for other devices.
-        is_exact: True if the only supported compute capabilities are ``compute_capability`` and ``others``. False if
-            all compute capabilities from ``compute_capability`` on are supported.
-        others: Supported compute capabilities in addition to ``compute_capability``.
+        is_exact: True if only ``compute_capability`` and ``additional`` are supported. False if all
+            compute capabilities from ``compute_capability`` on are supported.
+        additional: Supported compute capabilities in addition to ``compute_capability``.
     """
 
     name: str
     compute_capability: ComputeCapability | None = None
     is_exact: bool = False
-    others: tuple[ComputeCapability, ...] = ()
+    additional: tuple[ComputeCapability, ...] = ()
 
     def __str__(self) -> str:
         if self.compute_capability is None:
             return f"platform {self.name} only"
-        good = " or ".join([f"{major}.{minor}" for major, minor in (self.compute_capability, *self.others)])
+        good = " or ".join([f"{major}.{minor}" for major, minor in (self.compute_capability, *self.additional)])
         return f"NVIDIA GPUs of compute capability {good} {'only' if self.is_exact else 'or higher'}"
 
     def has(self, device: Device) -> bool:
@@ -52,7 +52,7 @@ class Platform:
         required, capability = self.compute_capability, device.compute_capability
         if required is None:
             return True
-        if capability is None or capability in self.others:
+        if capability is None or capability in self.additional:
             return capability is not None
         return capability == required if self.is_exact else capability >= required
 

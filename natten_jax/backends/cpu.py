@@ -23,7 +23,7 @@ from natten_jax.windows import EDGES
 _FORWARD = "natten_jax_cpu_forward"
 _BACKWARD = "natten_jax_cpu_backward"
 _LARGEST_TILE = native.limits("cpu").get("tile_tokens", 0)
-_MOST_TABLE_ENTRIES = native.limits("cpu").get("table_entries", 0)
+_MAX_TABLE_ENTRIES = native.limits("cpu").get("table_entries", 0)
 
 
 class CpuBackend(NativeBackend):
@@ -45,8 +45,8 @@ class CpuBackend(NativeBackend):
         """Return the reason why this backend cannot run a pass of a problem on a device; ``None`` if it can."""
         reason = super().rejection(problem, device, pass_)
         entries = problem.heads // problem.heads_kv * math.prod(problem.bias_shape)
-        if reason is None and problem.relative_bias and entries > _MOST_TABLE_ENTRIES:
-            return f"it supports at most {_MOST_TABLE_ENTRIES} relative_bias entries per key/value head, not {entries}"
+        if reason is None and problem.relative_bias and entries > _MAX_TABLE_ENTRIES:
+            return f"it supports at most {_MAX_TABLE_ENTRIES} relative_bias entries per key/value head, not {entries}"
         return reason
 
     def tile_pairs(self, problem: Problem, device: Device, pass_: Pass) -> list[TilePair]:

@@ -50,7 +50,7 @@ _STEP = 4
 
 #: Maximum number of partial sums per head of the separate kernel that computes the sinks' gradient. If batch entries
 #: have separate sinks, the number is divided by the number of these entries, but each entry has at least one sum.
-_MOST_SINKS_PARTS = 256
+_MAX_SINKS_PARTS = 256
 
 
 def _float32(*shape: int) -> ResultType:
@@ -88,7 +88,7 @@ def _sinks_parts(plan: Plan, operands: Operands) -> ResultType:
     )
     entries = sinks.shape[0]  # number of batch entries with separate sinks, or 1 if all entries share them
     tile_parts = entries * heads * _filled_up(operands.inputs.query.shape[0] // entries * tiles)
-    return _float32(max(tile_parts, entries * max(_MOST_SINKS_PARTS // entries, 1) * _filled_up(heads)))
+    return _float32(max(tile_parts, entries * max(_MAX_SINKS_PARTS // entries, 1) * _filled_up(heads)))
 
 
 def _table_products(problem: Problem, operands: Operands, rows: Shape, columns: Shape) -> ResultType:
@@ -250,8 +250,8 @@ class CutlassBackend(NativeBackend):
         if "wrap" in problem.edges:
             return "its kernels with a relative_bias do not support edges 'wrap'"
         if not _ranked_pairs(self.widened(problem, device, pass_), device, pass_):
-            most = small_windows.largest_biased_head_dim()
-            return f"its kernels support a relative_bias for small windows and heads of at most {most} only"
+            limit = small_windows.largest_biased_head_dim()
+            return f"its kernels support a relative_bias for small windows and heads of at most {limit} only"
         return None
 
     def widened(self, problem: Problem, device: Device, pass_: Pass, pair: TilePair | None = None) -> Problem:

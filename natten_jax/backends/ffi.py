@@ -221,14 +221,14 @@ def forward_operands(problem: Problem, operands: Operands) -> list[jax.Array]:
     the sink of each head. Without sinks, the second column is ``-inf``. The last operand is empty if the scale is not
     an array and there are no sinks.
     """
-    *others, scales = kernel_operands(problem, operands)
+    *arrays, scales = kernel_operands(problem, operands)
     inputs = operands.inputs
     if inputs.scale is None and inputs.sinks is None:
-        return [*others, scales]
+        return [*arrays, scales]
     shape = inputs.query.shape[0], inputs.query.shape[-2]
     logit_scales = jnp.full(shape, scale_of_kernels(problem), jnp.float32) if inputs.scale is None else scales[..., 0]
     sinks = -jnp.inf if inputs.sinks is None else inputs.sinks[..., 0]
-    return [*others, jnp.stack([logit_scales, jnp.broadcast_to(sinks, shape)], axis=-1)]
+    return [*arrays, jnp.stack([logit_scales, jnp.broadcast_to(sinks, shape)], axis=-1)]
 
 
 def or_empty(array: jax.Array | None, shape: Shape = (0,), dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
@@ -311,7 +311,7 @@ def call_for_gradients(
     types = [ResultType(array.shape, array.dtype) for array in with_gradients]
     results = native.call(target, [*types, *further_results], *arrays, *per_query, **attributes(plan), **more)
     pairs = zip(inputs, results[: len(types)], strict=False)
-    gradients = Inputs(*[own if own is None else new.reshape(own.shape) for own, new in pairs])  # type: ignore[arg-type]
+    gradients = Inputs(*[input_ if input_ is None else new.reshape(input_.shape) for input_, new in pairs])  # type: ignore[arg-type]
     if inputs.scale is None:
         gradients = gradients._replace(query=_times_sign_of_scale(problem, gradients.query))
     else:

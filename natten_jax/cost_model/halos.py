@@ -23,7 +23,7 @@ from natten_jax.arguments.names import check_types
 from natten_jax.cost_model import small_windows
 from natten_jax.cost_model.calibration import Calibration, calibration_for
 from natten_jax.cost_model.simulation import predict
-from natten_jax.cost_model.tiles import MOST_TILES, TimedTiles, count_tiles, has_longer_groups
+from natten_jax.cost_model.tiles import MAX_TILES, TimedTiles, count_tiles, has_longer_groups
 from natten_jax.halo import Halo, bytes_received, halos_of, travel_order
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.plan import Plan
@@ -374,7 +374,7 @@ def profitable_overlap(plan: Plan, halos: tuple[Halo, ...]) -> HaloStrategy | No
         plan: The plan of the pass, whose problem has the global layout.
         halos: The halo of each token dimension.
     """
-    if has_longer_groups(plan.problem, MOST_TILES):  # too long to simulate
+    if has_longer_groups(plan.problem, MAX_TILES):  # too long to simulate
         return None
     halos = tuple(halo.evened() for halo in halos)
     by_keys = _by_keys(plan, halos)
@@ -415,7 +415,7 @@ def retile_for_shard(plan: Plan, parts: tuple[int, ...], pairs: Sequence[TilePai
         The plan with these tiles. The unchanged plan if other tiles are not clearly faster, if there is no predicted
         time for the kernels, or if the layout is too long to simulate.
     """
-    is_too_long = has_longer_groups(plan.problem, MOST_TILES)
+    is_too_long = has_longer_groups(plan.problem, MAX_TILES)
     return plan if is_too_long else _fastest(plan, parts, tuple(pairs[:_PAIRS]))
 
 

@@ -53,10 +53,10 @@ from natten_jax.windows import Axis
 Placement = Literal["anchored", "aligned"]
 
 #: Maximum number of tiles along a dimension. Dimensions with more tiles are rejected.
-MOST_TILES = 1 << 20
+MAX_TILES = 1 << 20
 #: Maximum number of tokens of a dilation group when tiles are ranked. Longer groups are shortened to this number.
 _RANKED_TOKENS = 1 << 17
-#: Tokens per tile that the limit ``MOST_TILES`` assumes if visible pairs are counted without tiles.
+#: Tokens per tile that the limit ``MAX_TILES`` assumes if visible pairs are counted without tiles.
 _COMMON_TILE = 128
 #: Maximum number of tiles or tokens in a NumPy array.
 _CHUNK = 1 << 14
@@ -79,7 +79,7 @@ def check_countable(tokens: int, tile: int) -> None:
         ValueError: There are more than ``2**20`` tiles.
     """
     tiles = -(-tokens // tile)
-    if tiles > MOST_TILES:
+    if tiles > MAX_TILES:
         raise ValueError(f"{tokens} tokens have {tiles} tiles of {tile}, which are too many to simulate: at most 2**20")
 
 

@@ -97,12 +97,12 @@ def problems(operator: Operator, dtypes: tuple[str, ...], *, is_gpu: bool = Fals
 
 
 #: Largest number of batch entries with different values. All further batch entries repeat these values.
-_MOST_DIFFERENT = 2
+_MAX_DIFFERENT = 2
 
 
 def arrays_of(problem: Problem) -> dict[str, np.ndarray]:
     """Return normally distributed operands and cotangents of a problem, by name. All calls return the same values."""
-    few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
+    few = dataclasses.replace(problem, batch=min(problem.batch, _MAX_DIFFERENT))
     rng, dtype = np.random.default_rng(0), jnp.dtype(problem.dtype)
     arrays = {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes_of(few).items()}
     arrays["logsumexp_cotangent"] = rng.standard_normal(arrays["query"].shape[:-1], np.float32)
@@ -291,7 +291,7 @@ class _Session:
 def relative_errors(problem: Problem, backend: str, *, with_gradients: bool) -> dict[str, float]:
     """Return the error of each result by name: the maximum over all runs, relative to the norm of the reference."""
     arrays = arrays_of(problem)
-    few = dataclasses.replace(problem, batch=min(problem.batch, _MOST_DIFFERENT))
+    few = dataclasses.replace(problem, batch=min(problem.batch, _MAX_DIFFERENT))
     expected = reference(few, {name: array[: few.batch] for name, array in arrays.items()})
     with jax.enable_x64(problem.dtype == "float64"):
         run, arguments = _program(problem, backend, arrays, with_gradients)

@@ -230,17 +230,17 @@ def _exchange(
     request: Request,
     halos: Exchange,
     operands: Operands,
-    *others: Any,
+    *arguments: Any,
 ) -> Any:
     """Exchange halos and then run a pass, or overlap the exchange with the pass if that is predicted to be faster."""
     run_spec = functools.partial(run_part, spec)
     if overlap.overlaps_exchange(plan, request, halos, has_sinks=operands.inputs.sinks is not None):
         if spec is BACKWARD:
-            return overlap.backward(run_spec, request, halos, operands, *others)
+            return overlap.backward(run_spec, request, halos, operands, *arguments)
         saving, continued = functools.partial(run_part, SAVING), functools.partial(run_part, CONTINUED)
         saved = overlap.forward(saving, continued, request, halos, operands)
         return saved if spec is SAVING else Output(saved.out, saved.logsumexp)
-    results = run_spec(request, halos.with_halos(operands), *others)
+    results = run_spec(request, halos.with_halos(operands), *arguments)
     if spec is not BACKWARD:
         return results
     return results._replace(**{name: halos.returned(array) for name, array in key_arrays(results).items()})
@@ -256,7 +256,7 @@ BACKWARD = Spec("backward", "backward", _gradient_types, _compute_gradients, _ex
 _Plans = tuple[Plan, Plan]
 
 
-def run(spec: Spec, request: Request, operands: Operands, *others: Any, plans: _Plans | None = None) -> Any:
+def run(spec: Spec, request: Request, operands: Operands, *arguments: Any, plans: _Plans | None = None) -> Any:
     """Run a pass on the backend that is selected for each platform.
 
     Args:
@@ -276,8 +276,8 @@ def run(spec: Spec, request: Request, operands: Operands, *others: Any, plans: _
             Exchange.for_problem(request.problem, lines_of(request.token_axes)),
             plans[spec.pass_ == "backward"],
         )
-        return spec.exchange(run, spec, plan, _with_axes_as_parts(request), halos, operands, *others)
-    leaves, structure = jax.tree.flatten((operands, *others))
+        return spec.exchange(run, spec, plan, _with_axes_as_parts(request), halos, operands, *arguments)
+    leaves, structure = jax.tree.flatten((operands, *arguments))
     results = primitive.bind(Computation(spec, structure), request, leaves)
     if spec is BACKWARD:
         return jax.tree.unflatten(jax.tree.structure(operands.inputs), results)

@@ -61,8 +61,8 @@ def with_heads_of(problem: Problem, inputs: Inputs) -> Inputs:
     widths = dict.fromkeys(("query", "key", "additional_keys"), problem.head_dim)
     widths |= dict.fromkeys(("value", "additional_values"), problem.head_dim_v)
     arrays = [(name, getattr(inputs, name), width) for name, width in widths.items()]
-    others = [each for each in arrays if each[1] is not None and each[1].shape[-1] != each[2]]
-    return inputs._replace(**{name: with_head_dim(array, width) for name, array, width in others})
+    narrow = [each for each in arrays if each[1] is not None and each[1].shape[-1] != each[2]]
+    return inputs._replace(**{name: with_head_dim(array, width) for name, array, width in narrow})
 
 
 class KernelOperands(NamedTuple):

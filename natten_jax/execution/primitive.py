@@ -256,9 +256,9 @@ class Computation:
 
         The original computation must not have this argument.
         """
-        operands, *others = self.structured(range(self.structure.num_leaves))
+        operands, *arguments = self.structured(range(self.structure.num_leaves))
         position = len(jax.tree.leaves(operands))
-        structure = jax.tree.structure((operands._replace(origins=position), *others))
+        structure = jax.tree.structure((operands._replace(origins=position), *arguments))
         return dataclasses.replace(self, structure=structure), position
 
     def structured(self, leaves: Any) -> Any:

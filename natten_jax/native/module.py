@@ -95,8 +95,8 @@ def continues(kernels: str, problem: Problem) -> bool:
         kernels: Name of the kernels, as for :func:`limits`.
         problem: The problem. Only its head dimensions are checked.
     """
-    most = limits(kernels).get("largest_continued_head_dim", 0)
-    return max(problem.head_dim, problem.head_dim_v) <= most
+    limit = limits(kernels).get("largest_continued_head_dim", 0)
+    return max(problem.head_dim, problem.head_dim_v) <= limit
 
 
 class ResultType(NamedTuple):

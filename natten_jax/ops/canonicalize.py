@@ -381,8 +381,8 @@ def defer_sinks(requests: Sequence[Request], inputs: Inputs) -> tuple[Inputs, ja
     - One plain JAX backend runs the pass on all platforms, so that JAX can differentiate the pass
       (:func:`natten_jax.execution.custom_vjp.plain_backend`).
     """
-    (request, *others), sinks = requests, inputs.sinks
-    is_after = others or request.token_axes or request.problem.element.is_float8
+    (request, *rest), sinks = requests, inputs.sinks
+    is_after = rest or request.token_axes or request.problem.element.is_float8
     if sinks is None or not (is_after or custom_vjp.plain_backend(request) is not None):
         return inputs, None
     return inputs._replace(sinks=None), sinks[0, :, 0]
@@ -565,10 +565,10 @@ class UpsampledGrid(NamedTuple):
 
     def scales(self, scale: jax.Array) -> jax.Array:
         """Repeat each head of an array ``[batch, heads, ...]`` per query of a cell, in the head order of ``folded``."""
-        batch, heads, *others = scale.shape
-        repeated = jnp.broadcast_to(jnp.expand_dims(scale, 2), (batch, heads, self.queries, *others))
+        batch, heads, *rest = scale.shape
+        repeated = jnp.broadcast_to(jnp.expand_dims(scale, 2), (batch, heads, self.queries, *rest))
         sources = [0, 1, *range(3, repeated.ndim)]
-        return reshaped(repeated, (batch, heads * self.queries, *others), sources)
+        return reshaped(repeated, (batch, heads * self.queries, *rest), sources)
 
     def _unfolded(self, array: jax.Array) -> jax.Array:
         rank = len(self.factors)

@@ -94,9 +94,9 @@ def configs(
     if backend is not None:
         backends.find(backend, operator)
     given = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation, "is_causal": is_causal, "edges": edges}
-    facts = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in given.items() if value is not None}
     device = target_device(compute_capability)
-    problem = _describe("configs", operator, (query, key, value), facts)
+    problem = _describe("configs", operator, (query, key, value), options)
     name = resolve(Request(problem, backend=backend), device, pass_).backend
     result = []
     for tiles, schedule in _offered(backends.by_id(name), problem, device, pass_):
@@ -203,9 +203,9 @@ def _query(name: str, backend: Backend, operator: Operator, pass_: Pass) -> Conf
         offered = _offered(backend, problem, device, pass_)
         return [tiles if schedule is None else (tiles, schedule) for tiles, schedule in offered]
 
-    facts = {"name": name, "pass_": pass_, "backend": BackendId(backend.family, operator)}
+    options = {"name": name, "pass_": pass_, "backend": BackendId(backend.family, operator)}
     get_configs.__name__ = get_configs.__qualname__ = name
-    get_configs.__doc__ = inspect.cleandoc(get_configs.__doc__ or "").format(**facts)
+    get_configs.__doc__ = inspect.cleandoc(get_configs.__doc__ or "").format(**options)
     return get_configs
 
 

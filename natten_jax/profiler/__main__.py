@@ -45,8 +45,8 @@ def _run(options: Options) -> int:
         platform = None if name in BASELINES else backends.by_id(BackendId.parse(name)).capabilities.platform
         if platform is not None and not platform.has(device):
             print_message(f"error: {name} runs on {platform}, and this is {device}")
-            others = options if is_measured else dataclasses.replace(options, backend=None, fmha_backend=None)
-            _show_where_it_runs(others, platform)
+            shown = options if is_measured else dataclasses.replace(options, backend=None, fmha_backend=None)
+            _show_where_it_runs(shown, platform)
             return 1
     return _measure(options) if is_measured else _predict(options, device)
 

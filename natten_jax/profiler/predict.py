@@ -143,8 +143,8 @@ def print_dry_run(options: Options, device: Device) -> tuple[dict[str, Any], boo
         lines = [f"Use case is not compatible with backend {name}: {why}." for name, why in rejected.items()]
         print_lines(["", *lines] if lines else [])
         rejections |= rejected
-    found = {"dry_run_device": dataclasses.asdict(device), "configurations": configurations, "rejections": rejections}
-    return {**context(options), **found}, is_supported
+    result = {"dry_run_device": dataclasses.asdict(device), "configurations": configurations, "rejections": rejections}
+    return {**context(options), **result}, is_supported
 
 
 def _print_listing(listing: Listing, options: Options) -> None:
@@ -230,7 +230,7 @@ def print_simulation(options: Options, device: Device) -> dict[str, Any]:
         **context(options),
         "simulated_device": dataclasses.asdict(device),
         "is_static": offered.static_chip is not None,
-        "passes": {name: {"backend": str(each.backend), **_values(found)} for name, (each, found) in passes.items()},
+        "passes": {name: {"backend": str(each.backend), **_values(result)} for name, (each, result) in passes.items()},
         "devices": {"count": options.devices, "split": options.split, "passes": times},
         "recommendation": stride and {"stride": stride.stride, **_values(stride.simulation)},
         "dilation_recommendation": dilation and {"dilation": dilation.dilation, **_values(dilation.simulation)},

@@ -33,7 +33,7 @@ WIDTH = 100
 _NAMES, _COLUMNS = ("Framework", "Kernel category", "Arch", "Operation"), ("# calls", "Runtime")
 
 #: Maximum number of rows of a table, unless all rows are requested.
-_MOST_ROWS = 20
+_MAX_ROWS = 20
 
 #: Share of the total time below which a row is gray in a chart, and absent from the legend.
 _MIN_SHARE = 0.01
@@ -154,7 +154,7 @@ def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _
     Args:
         rows: The rows.
         title: Line above the table.
-        cut: If there are more than ``_MOST_ROWS`` rows, merge the rows with the least time into one row.
+        cut: If there are more than ``_MAX_ROWS`` rows, merge the rows with the least time into one row.
         columns: Titles of the columns for the number of calls, the time, and (optional) the share of the total time.
         steps: Divisor of calls and times, for averages per step.
     """
@@ -166,10 +166,10 @@ def rows_table(rows: Sequence[Row], title: str, *, cut: bool, columns: Cells = _
         return (f"{calls / steps:g}", format_time(runtime / steps), share)[: len(columns)]
 
     kept, rest = list(rows), list[Row]()
-    if cut and len(kept) > _MOST_ROWS:
+    if cut and len(kept) > _MAX_ROWS:
         # Rows of collectives are merged only after all other rows. JSON output always has every row.
         smallest = sorted(kept, key=lambda row: (row.name.category == "collective", row.runtime))
-        rest = smallest[: len(kept) - _MOST_ROWS + 1]
+        rest = smallest[: len(kept) - _MAX_ROWS + 1]
         kept = [row for row in kept if row not in rest]
     cells = [(*dataclasses.astuple(row.name), *figures([row])) for row in kept]
     if rest:

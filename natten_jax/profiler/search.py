@@ -355,14 +355,14 @@ def plans_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
     return tuple(dict.fromkeys(plan for plan in plans if plan is not None))
 
 
-def is_clearly_faster(times: Times, others: Times) -> bool:
-    """Return True if ``times`` are clearly shorter than ``others``.
+def is_clearly_faster(times: Times, baseline: Times) -> bool:
+    """Return True if ``times`` are clearly shorter than ``baseline``.
 
-    The median of ``others`` must be more than 1.02 times the median of ``times``. The 75th percentile of ``times`` must
-    be below the 25th percentile of ``others``.
+    The median of ``baseline`` must be more than 1.02 times the median of ``times``. The 75th percentile of ``times``
+    must be below the 25th percentile of ``baseline``.
     """
-    slow_quarter, fast_quarter = quantiles(times, n=4)[2], quantiles(others, n=4)[0]
-    return median(others) > _MIN_SPEEDUP * median(times) and slow_quarter < fast_quarter
+    slow_quarter, fast_quarter = quantiles(times, n=4)[2], quantiles(baseline, n=4)[0]
+    return median(baseline) > _MIN_SPEEDUP * median(times) and slow_quarter < fast_quarter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,8 +461,8 @@ def tuned_passes(task: Task, effort: Effort = THOROUGH) -> tuple[TunedPass, ...]
     runs: dict[Pass, tuple[Times, Times]] = {"forward": (forward["forward",], forward[()])}
     if task.backprop:
         # Measure both passes together, because a faster forward pass can slow down the backward pass after it.
-        others: list[tuple[Pass, ...]] = [("forward",), ("forward", "backward")] if kept else []
-        best_passes, both = fastest(task, (), ("backward",), *others)
+        pass_choices: list[tuple[Pass, ...]] = [("forward",), ("forward", "backward")] if kept else []
+        best_passes, both = fastest(task, (), ("backward",), *pass_choices)
         if best_passes or median(both[kept]) > median(both[()]):
             kept = best_passes
         runs["backward"] = both[kept], both[()]

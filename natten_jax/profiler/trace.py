@@ -24,7 +24,7 @@ from natten_jax.profiler.program import Program, programs_in_trace
 from natten_jax.profiler.report import format_time, print_lines, print_table
 
 #: Maximum number of programs that are listed below the table.
-_MOST_MODULES = 10
+_MAX_MODULES = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> None:
     columns = ("# calls", "Runtime", "Share") if steps is None else ("# a step", "Per step", "Share")
     print_table(report.rows_table(merged, "Trace", cut=not options.all, columns=columns, steps=steps or 1))
     total = sum(each.seconds for each in modules.values())
-    longest = sorted(modules.items(), key=lambda item: -item[1].seconds)[:_MOST_MODULES]
+    longest = sorted(modules.items(), key=lambda item: -item[1].seconds)[:_MAX_MODULES]
     for name, each in longest:
         count, line = each.runs, f"{name}: {format_time(each.seconds)}, {each.seconds / total:.1%}"
         if count is not None:

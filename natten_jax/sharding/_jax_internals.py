@@ -42,9 +42,9 @@ def device_numbers(ctx: mlir.LoweringRuleContext) -> np.ndarray | None:
     names = context.mesh.axis_names
     numbers = np.arange(context.mesh.size).reshape(tuple(context.mesh.shape.values()))
     manual = [axis for axis, name in enumerate(names) if name in context.manual_axes]
-    others = [axis for axis, name in enumerate(names) if name not in context.manual_axes]
+    automatic = [axis for axis, name in enumerate(names) if name not in context.manual_axes]
     rows = math.prod(numbers.shape[axis] for axis in manual)
-    return numbers.transpose(*manual, *others).reshape(rows, -1)
+    return numbers.transpose(*manual, *automatic).reshape(rows, -1)
 
 
 def with_numbered_devices(ctx: mlir.LoweringRuleContext, count: int) -> mlir.LoweringRuleContext:

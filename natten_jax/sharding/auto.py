@@ -235,8 +235,8 @@ class Layout:
             return tiles
         is_shared = role is Role.PER_HEAD_OF_ALL_ENTRIES
         batch = self.batch_axes - is_shared
-        others = range(batch, len(leading))
-        tiles = np.moveaxis(tiles, others, range(-3 - len(others), -3))
+        unmapped = range(batch, len(leading))
+        tiles = np.moveaxis(tiles, unmapped, range(-3 - len(unmapped), -3))
         return tiles.reshape(*leading[:batch], *(1,) * is_shared, parts, -1, copies, manual)
 
     def _program_devices(self, rows: np.ndarray) -> np.ndarray:

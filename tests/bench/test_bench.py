@@ -144,7 +144,7 @@ def test_landscape_finds_the_outlier(monkeypatch: pytest.MonkeyPatch, capsys: py
     flat = {landscape.Point(i, j): 2.0 for i in range(3) for j in range(4)}
     assert set(landscape.excesses(flat).values()) == {1.0}
     found = landscape.excesses({**flat, landscape.Point(1, 2): 2.5})
-    assert [point for point, excess in found.items() if excess > landscape.MOST_EXCESS] == [landscape.Point(1, 2)]
+    assert [point for point, excess in found.items() if excess > landscape.MAX_EXCESS] == [landscape.Point(1, 2)]
     assert found[landscape.Point(1, 2)] == 1.25 and found[landscape.Point(0, 2)] < 1
 
     monkeypatch.setattr(landscape, "WINDOWS", {1: (5,)})

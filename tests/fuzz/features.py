@@ -56,9 +56,9 @@ def has_ring(problem: Fuzzed, kernel: str) -> bool:
 #: Name of the feature that a bias, the sinks or the scale contains non-finite or very low numbers.
 SPOILED_BIAS = "spoiled_bias"
 
-#: To find a problem with the features, ``draw_with`` tries at most ``_MOST_ATTEMPTS`` numbers, in steps of ``_APART``.
+#: To find a problem with the features, ``draw_with`` tries at most ``_MAX_ATTEMPTS`` numbers, in steps of ``_APART``.
 _APART = 2**32
-_MOST_ATTEMPTS = 4000
+_MAX_ATTEMPTS = 4000
 
 FEATURES: Mapping[str, Callable[[Fuzzed], bool]] = {
     "edges": lambda problem: bool({"cut", "wrap"} & set(problem.case.edges or ())),
@@ -95,7 +95,7 @@ def draw_with(
     share_of_many_keys = MANY_KEYS if RINGS.keys().isdisjoint(features) else 1.0
     share_of_spoiled_biases = 1.0 if SPOILED_BIAS in features else SPOILED_BIASES
     shares = share_of_many_keys, share_of_spoiled_biases
-    for attempt in range(_MOST_ATTEMPTS):
+    for attempt in range(_MAX_ATTEMPTS):
         found = draw_where(family, operators, seed, number + attempt * _APART, is_direct, is_wanted, *shares)
         # ``draw_where`` checks the problem before it draws tiles. It may then replace edge modes that no drawn tiles
         # support, so the returned problem is checked again.

@@ -10,7 +10,7 @@ from tests.support.families import Family
 from tests.support.problems import Case
 
 #: Maximum number of queries of an upsampled problem.
-_MOST_QUERIES = 700
+_MAX_QUERIES = 700
 
 
 def placed(rng: np.random.Generator, case: Case, family: Family) -> Case:
@@ -29,7 +29,7 @@ def placed(rng: np.random.Generator, case: Case, family: Family) -> Case:
     if kinds[2]:
         finer = tuple(int(n) for n in rng.integers(1, 4, case.rank))
         more = dataclasses.replace(case, upsample=finer)
-        case = more if np.prod(more.query_layout) <= _MOST_QUERIES else case
+        case = more if np.prod(more.query_layout) <= _MAX_QUERIES else case
     return case
 
 

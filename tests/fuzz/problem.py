@@ -37,7 +37,7 @@ WIDE_HEADS = (64, 72, 96, 128, 136, 192, 256)
 #: Maximum number of tokens of a large problem (few problems are large), and maximum number of tokens of a tile.
 LARGE, LARGEST_TILE = 1600, 256
 #: Maximum number of draws to find tiles whose kernels support wrapped windows.
-_MOST_DRAWS = 100
+_MAX_DRAWS = 100
 #: For problems with non-finite inputs: batch sizes on CPUs, batch sizes on GPUs, and numbers of key/value heads. Some
 #: batches for GPUs are so large that an SM processes several tiles in sequence.
 SPOILED_BATCHES, SPOILED_BATCHES_OF_GPUS, SPOILED_HEADS = (2, 3, 5), (3, 12, 40, 96), (1, 2, 3)
@@ -450,7 +450,7 @@ def with_tiles(problem: Fuzzed, rng: np.random.Generator) -> Fuzzed | None:
     """
     if not _goes_around_directly(problem):
         return _with_any_tiles(problem, rng)
-    found = (_with_any_tiles(problem, rng) for _ in range(_MOST_DRAWS))
+    found = (_with_any_tiles(problem, rng) for _ in range(_MAX_DRAWS))
     return next(filter(_is_known_to_kernels, found), None)
 
 

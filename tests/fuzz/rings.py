@@ -17,10 +17,10 @@ from natten_jax.plan.devices import Device
 from natten_jax.problem import Problem
 from tests.support.problems import Case
 
-#: A window has at least LEAST_KEYS keys. Most problems have at most MOST_TOKENS tokens, and a few problems have up to
+#: A window has at least LEAST_KEYS keys. Most problems have at most MAX_TOKENS tokens, and a few problems have up to
 #: TOKENS_OF_FEW tokens. Both limits are low because the oracle computes all query/key pairs. Problems with at least
 #: TOKENS_OF_ONE_HEAD tokens have a single key/value head.
-LEAST_KEYS, MOST_TOKENS, TOKENS_OF_FEW, TOKENS_OF_ONE_HEAD = 100, 800, 1700, 500
+LEAST_KEYS, MAX_TOKENS, TOKENS_OF_FEW, TOKENS_OF_ONE_HEAD = 100, 800, 1700, 500
 #: For each rank, _WINDOWS is the range of a window's extent per dimension, and _LAYOUTS limits a layout's extent per
 #: dimension. A layout is at least as large as its window.
 _WINDOWS = {1: (100, 300), 2: (7, 17), 3: (3, 9)}
@@ -28,7 +28,7 @@ _LAYOUTS = {1: 700, 2: 50, 3: 18}
 #: _ROWS is the range of the number of queries, summed over all copies, batch entries and heads. A launch uses a ring
 #: kernel only if the estimated time is shorter than without a ring. With the fewest queries, this is the case for few
 #: launches. With the most queries, it is the case for most launches.
-_ROWS, _MOST_COPIES = (6e3, 1.2e5), 400
+_ROWS, _MAX_COPIES = (6e3, 1.2e5), 400
 
 
 def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
@@ -38,7 +38,7 @@ def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
     """
     rank = int(rng.choice([1, 2, 3], p=[0.06, 0.54, 0.4]))
     least, most = _WINDOWS[rank]
-    tokens = TOKENS_OF_FEW if rng.random() < 0.1 else MOST_TOKENS
+    tokens = TOKENS_OF_FEW if rng.random() < 0.1 else MAX_TOKENS
     while True:
         kernel_size = tuple(int(n) for n in rng.integers(least, most + 1, rank))
         layout = tuple(int(rng.integers(k, max(_LAYOUTS[rank], k + 1))) for k in kernel_size)
@@ -65,7 +65,7 @@ def with_many_keys(rng: np.random.Generator, case: Case) -> tuple[Case, int]:
         additional=case.additional if rng.random() < 0.1 else 0,
     ).with_heads(heads_kv * int(rng.choice([1, 2, 3], p=[0.75, 0.15, 0.1])), heads_kv)
     rows = math.exp(rng.uniform(*np.log(_ROWS)))
-    return case, int(np.clip(rows / (batch * case.heads * math.prod(layout)), 2, _MOST_COPIES))
+    return case, int(np.clip(rows / (batch * case.heads * math.prod(layout)), 2, _MAX_COPIES))
 
 
 def kernels_with_rings(

@@ -27,7 +27,7 @@ PROGRESS_SECONDS = 10
 #: problem.
 SILENCE_SECONDS = 300
 #: Maximum number of failing problems that a worker simplifies. Later failing problems are not simplified.
-MOST_SIMPLIFIED = 3
+MAX_SIMPLIFIED = 3
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -131,7 +131,7 @@ class Supervisor:
                     return
                 found, worker = _find_errors_alone(problems, str(error))
             for (number, problem), what in zip(numbered, found, strict=True):
-                if what and simplified < MOST_SIMPLIFIED:
+                if what and simplified < MAX_SIMPLIFIED:
                     simplified += 1
                     try:
                         problem = worker.call(simplest, problem)

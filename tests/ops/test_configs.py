@@ -81,12 +81,12 @@ def test_query_checks_its_arguments(family: Family, call: Any, error: type[Excep
         call(family.query("fna", "forward"))
 
 
-MOST_PAIRS = 40  # maximum per list; longer lists are sampled at even steps
+MAX_PAIRS = 40  # maximum per list; longer lists are sampled at even steps
 
 
 def _spread(configs: list[Any]) -> list[Any]:
     pairs = list(dict.fromkeys(map(tile_pair, configs)))
-    return pairs[:: -(-len(pairs) // MOST_PAIRS)]
+    return pairs[:: -(-len(pairs) // MAX_PAIRS)]
 
 
 def every_pair(family: Family, operator: str, *arrays: Any, **window: Any) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ PARTS: dict[int, list[tuple[int, ...]]] = {
     2: [(4, 2), (2, 2), (2, 4), (8, 1), (1, 4)],
     3: [(2, 2, 2), (1, 2, 4), (2, 1, 2), (1, 1, 2)],
 }
-MOST_TOKENS = {1: 12, 2: 6, 3: 4}  # largest extent of a part, by rank
+MAX_TOKENS = {1: 12, 2: 6, 3: 4}  # largest extent of a part, by rank
 _MOVED = re.compile(
     r"= (?:\()?\w+\[([\d,]*)\][^=]*? (collective-permute|all-gather|all-to-all|all-reduce)(?:-start)?\("
 )
@@ -148,7 +148,7 @@ class Split(NamedTuple):
     def _draw(cls, source: random.Random) -> Split:
         rank = source.choice([1, 1, 2, 2, 3])
         parts = source.choice(PARTS[rank])
-        layout = tuple(source.randint(1, MOST_TOKENS[rank]) * each for each in parts)
+        layout = tuple(source.randint(1, MAX_TOKENS[rank]) * each for each in parts)
         dilation = tuple(source.randint(1, max(1, min(3, extent // 2))) for extent in layout)
         # Half of the draws limit windows to four keys, so that most halos come from adjacent parts only.
         most = [max(1, extent // d) for extent, d in zip(layout, dilation, strict=True)]

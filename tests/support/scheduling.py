@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 #: Maximum number of tests in a group. A larger module has several groups, so that several workers share its tests and
 #: finish at about the same time.
-MOST_TOGETHER = 100
+MAX_TOGETHER = 100
 #: Modules in which each test runs a program for seconds. Their tests are distributed individually.
 APART = frozenset(
     {
@@ -49,6 +49,6 @@ class GroupScheduling(LoadScopeScheduling):
         if self._is_of_gpu or module in APART:
             return function if self._is_of_gpu and function in TOGETHER_ON_GPUS else nodeid
         if nodeid not in self._groups:
-            self._groups[nodeid] = f"{module} {self._counts[module] // MOST_TOGETHER}"
+            self._groups[nodeid] = f"{module} {self._counts[module] // MAX_TOGETHER}"
             self._counts[module] += 1
         return self._groups[nodeid]

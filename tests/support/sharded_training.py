@@ -27,7 +27,7 @@ FEATURES, HEADS, KV_HEADS = 16, 4, (2, 1)
 SHAPE = (8, 12, FEATURES)  # [batch, seqlen, features]
 STEPS = 2
 
-Place = Callable[[np.ndarray], jax.Array]
+PutArrays = Callable[[np.ndarray], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Trained:
         return set(re.findall(rf" ({'|'.join(kinds)})(?:-start)?\(", self.program))
 
 
-def placed_by_processes(mesh: Mesh) -> Place:
+def placed_by_processes(mesh: Mesh) -> PutArrays:
     """Return a function that puts a batch on the mesh. Each process provides only its part of the batch."""
 
     def place(array: np.ndarray) -> jax.Array:
@@ -91,7 +91,7 @@ class Stack(flax_nnx.Module):
         return tokens
 
 
-def train_nnx(mesh: Mesh | None = None, place: Place | None = None, layers: int = len(KV_HEADS)) -> Trained:
+def train_nnx(mesh: Mesh | None = None, place: PutArrays | None = None, layers: int = len(KV_HEADS)) -> Trained:
     """Train the layers. Without a mesh, train on one device and without annotations."""
     is_explicit = mesh is not None and mesh.are_all_axes_explicit
     out_sharding = PartitionSpec("data", None, None) if is_explicit else None

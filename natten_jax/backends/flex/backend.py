@@ -156,14 +156,14 @@ def _gradients(
         terms = [jnp.concatenate(terms, axis=-1)]
     known = KnownRows.from_residuals(products, operands, result.residuals)
     is_by_key = wanted.key or wanted.value or wanted.key_bias
-    found = Gradients._make([None] * len(Gradients._fields))
+    grads = Gradients._make([None] * len(Gradients._fields))
     additional: Softmax | None = None
     if any(wanted._replace(key=False, value=False, key_bias=False)) or operands.inputs.additional_keys is not None:
-        found, additional = _by_query(plan, operands, known, terms, carries_plan=not is_by_key)
+        grads, additional = _by_query(plan, operands, known, terms, carries_plan=not is_by_key)
     if is_by_key:
         key, value, key_bias = _by_key(plan, operands, known, additional, terms)
-        found = found._replace(key=key, value=value, key_bias=key_bias)
-    pairs = zip(found, operands.inputs, strict=True)
+        grads = grads._replace(key=key, value=value, key_bias=key_bias)
+    pairs = zip(grads, operands.inputs, strict=True)
     return Gradients._make([None if new is None or own is None else new.astype(own.dtype) for new, own in pairs])
 
 

@@ -230,7 +230,7 @@ def _decisive_tiles(length: int, kernel_size: int, stride: int, tile: int, step:
     """
     left = kernel_size // 2
     middles = 0, left, kernel_size, length - kernel_size, length - kernel_size + left, length - left, length
-    clamps = [place - offset for place in middles for offset in (0, tile - 1)]
+    clamps = [middle - offset for middle in middles for offset in (0, tile - 1)]
     reach = 2 * (step // math.gcd(stride, step)) + 4
     blocks = np.unique(np.concatenate([clamp // stride + np.arange(-reach, reach + 1) for clamp in clamps]))
     # An end of a hull moves if the first or last index of the tile, minus a shift, passes a multiple of the stride.
@@ -267,7 +267,7 @@ Scalar = Annotated[jax.Array, ""]
 
 #: Maximum number of elements of a table that is stored in the program as a constant. Larger tables are computed at run
 #: time.
-_MOST_CONSTANTS = 1 << 14
+_MAX_CONSTANTS = 1 << 14
 
 
 class TilePositions(NamedTuple):
@@ -347,7 +347,7 @@ class Sweep:
         """
         count = self.steps * self.tiles_per_step
         width = sum(3 + 2 * axis.outer_tile for axis in self.axes)
-        is_constant = origins is None and count * width <= _MOST_CONSTANTS
+        is_constant = origins is None and count * width <= _MAX_CONSTANTS
         xp: ModuleType = np if is_constant else jnp
         tile = xp.arange(count, dtype=xp.int32)
         positions: list[AxisPosition] = []
@@ -502,15 +502,15 @@ class Sweep:
             extents = [n for axis in self.axes for n in (axis.inner_tile, 1)]
             result_dims, dropped = tuple(range(1, rank + 4)), tuple(range(3, 2 * rank + 2, 2))
             return array, corners, extents, (result_dims, dropped, tuple(range(2, 2 * rank + 2)))
-        places = jnp.zeros((len(corners), 1), jnp.int32)
+        tokens = jnp.zeros((len(corners), 1), jnp.int32)
         for i, axis in enumerate(self.axes):
             index = corners[:, 2 * i, None] + jnp.arange(axis.inner_tile, dtype=jnp.int32)[None]
             index = index if axis.period is None else index % axis.period
-            place = index * axis.dilation + corners[:, 2 * i + 1, None]
-            places = places[:, :, None] * (axis.inner_length * axis.dilation) + place[:, None, :]
-            places = places.reshape(len(corners), -1)
-        tokens = array.reshape(*array.shape[:2], -1, array.shape[-1])
-        return tokens, places[..., None], [1], ((1, 2, 4), (2,), (2,))
+            axis_tokens = index * axis.dilation + corners[:, 2 * i + 1, None]
+            tokens = tokens[:, :, None] * (axis.inner_length * axis.dilation) + axis_tokens[:, None, :]
+            tokens = tokens.reshape(len(corners), -1)
+        flat_array = array.reshape(*array.shape[:2], -1, array.shape[-1])
+        return flat_array, tokens[..., None], [1], ((1, 2, 4), (2,), (2,))
 
     def _first_inner(self, inner_step: Scalar) -> Annotated[jax.Array, "1 corner"]:
         """Return the offset of an inner step's tiles from the first inner token that the outer tiles visit.
@@ -520,7 +520,7 @@ class Sweep:
         steps = [axis.inner_steps for axis in self.axes]
         # Look the offset up in a table instead of computing it from `inner_step`. XLA would compile a signed integer
         # division to ten operations, and repeat them for each use.
-        is_constant = self.inner_steps <= _MOST_CONSTANTS
+        is_constant = self.inner_steps <= _MAX_CONSTANTS
         xp: ModuleType = np if is_constant else jnp
         numbers = np.arange(self.inner_steps) if is_constant else inner_step[None]
         firsts = [
@@ -577,8 +577,8 @@ def make_sweep(plan: Plan, operands: Operands, pass_: Pass, *, outer_is_query: b
         axes.append(AxisSweep(axis, outer_is_query, extents, outer_tile, -(-hull // steps), steps, is_whole))
     logits = problem.batch * problem.heads * math.prod(a.outer_tile * a.inner_tile for a in axes)
     tiles = math.prod(a.outer_tiles * a.dilation for a in axes)
-    most = _LOGITS_PER_STEP["cpu" if plan.platform == "cpu" else "accelerator"] // logits
-    steps = -(-tiles // max(1, min(tiles, most)))
+    max_tiles = _LOGITS_PER_STEP["cpu" if plan.platform == "cpu" else "accelerator"] // logits
+    steps = -(-tiles // max(1, min(tiles, max_tiles)))
     return Sweep(tuple(axes), -(-tiles // steps), problem.heads_kv, problem.heads // problem.heads_kv)
 
 

@@ -318,9 +318,9 @@ class QuerySweep(PlacedSweep):
             The row statistics, and the softmax over the additional tokens only. If the given statistics are reliable,
             this softmax is not computed, and has its initial value.
         """
-        found = self.constant().softmax(positions, lax.stop_gradient(query), None, given.rounds)
-        pairs = zip(found[1].rows, given.rows, strict=True)
-        return Rows(*(jnp.where(given.is_unreliable, *pair) for pair in pairs)), found[0]
+        computed = self.constant().softmax(positions, lax.stop_gradient(query), None, given.rounds)
+        pairs = zip(computed[1].rows, given.rows, strict=True)
+        return Rows(*(jnp.where(given.is_unreliable, *pair) for pair in pairs)), computed[0]
 
 
 class KeySweep(PlacedSweep):
@@ -390,5 +390,5 @@ class KeySweep(PlacedSweep):
             if isinstance(logit_scale, jax.Array):
                 logit_scale = logit_scale.reshape(*logit_scale.shape, *(1,) * (start.ndim - 2))
             total += additional_softmax.total * jnp.exp(logit_scale * (start - reference(maximum)))
-        found = jnp.concatenate(Softmax(maximum, total, None).rows, axis=-1)
-        return jnp.where(known.is_unreliable, found, given)
+        computed = jnp.concatenate(Softmax(maximum, total, None).rows, axis=-1)
+        return jnp.where(known.is_unreliable, computed, given)

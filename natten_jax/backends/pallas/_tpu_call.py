@@ -27,10 +27,10 @@ NOWHERE = -(2**30)
 #: rows. Each of four matrix units processes 128 keys at a time.
 FEW_ROWS_CHUNK, MANY_ROWS_CHUNK, _FEW_ROWS = 1024, 512, 128
 #: Maximum number of logits per chunk.
-MOST_LOGITS = 512 * 512
+MAX_LOGITS = 512 * 512
 #: Maximum number of logits per program, summed over its heads or packs; and maximum number of heads or packs per
 #: program.
-_MOST_LOGITS_OF_PROGRAM, _MOST_PACKS_OF_PROGRAM = 2 * MOST_LOGITS, 16
+_MAX_LOGITS_OF_PROGRAM, _MAX_PACKS_OF_PROGRAM = 2 * MAX_LOGITS, 16
 
 
 # Packs ---------------------------------------------------------------------------------------------------------------
@@ -53,10 +53,10 @@ def pack_size(heads: int, heads_kv: int, widths: tuple[int, int]) -> int:
     """
     if heads != heads_kv or max(widths) > _WIDEST_PACKED:
         return 1
-    most = LANES // max(widths)
-    if heads <= most:
+    limit = LANES // max(widths)
+    if heads <= limit:
         return heads
-    return most if heads % most == 0 and widths == (LANES // most,) * 2 else 1
+    return limit if heads % limit == 0 and widths == (LANES // limit,) * 2 else 1
 
 
 def stack_heads(array: jax.Array, pack: int) -> jax.Array:
@@ -110,8 +110,8 @@ def packs_of_program(leading: int, logits: int) -> int:
 
     The number is a divisor of ``leading``, the total number of heads or packs.
     """
-    most = max(1, min(_MOST_PACKS_OF_PROGRAM, _MOST_LOGITS_OF_PROGRAM // logits))
-    return math.gcd(leading, 1 << (most.bit_length() - 1))
+    limit = max(1, min(_MAX_PACKS_OF_PROGRAM, _MAX_LOGITS_OF_PROGRAM // logits))
+    return math.gcd(leading, 1 << (limit.bit_length() - 1))
 
 
 class Chunks(NamedTuple):
@@ -134,8 +134,8 @@ class Chunks(NamedTuple):
     def for_rows(cls, box: Shape, rows: int, alignment: int) -> Chunks:
         """Return the chunks of a box for query tiles of ``rows`` rows; chunks begin at multiples of ``alignment``."""
         wanted = FEW_ROWS_CHUNK if rows <= _FEW_ROWS else MANY_ROWS_CHUNK
-        most = min(wanted, MOST_LOGITS // rows // alignment * alignment)
-        return cls(box, min(math.prod(box), max(most, alignment)))
+        limit = min(wanted, MAX_LOGITS // rows // alignment * alignment)
+        return cls(box, min(math.prod(box), max(limit, alignment)))
 
     @property
     def number(self) -> int:
@@ -159,8 +159,8 @@ class Chunks(NamedTuple):
         """
         starts = np.arange(self.number)[:, None] * self.keys
         index = np.minimum(starts, math.prod(self.box) - self.keys) + np.arange(self.keys)
-        found = np.stack(np.unravel_index(index, self.box), axis=1)
-        return np.where((index >= starts)[:, None], found, NOWHERE).astype(np.int32)
+        coordinates = np.stack(np.unravel_index(index, self.box), axis=1)
+        return np.where((index >= starts)[:, None], coordinates, NOWHERE).astype(np.int32)
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------

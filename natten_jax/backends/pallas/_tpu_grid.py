@@ -410,11 +410,11 @@ def rows_of_columns(numbers: Sequence[jax.Array]) -> jax.Array:
     The remaining rows of the result are unspecified. Each column is ``[rows, LANES]``, with the same number in all
     lanes of a row.
     """
-    found = numbers[0]
-    lanes = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
+    result = numbers[0]
+    lanes = jax.lax.broadcasted_iota(jnp.int32, result.shape, 1)
     for at, each in enumerate(numbers[1:], start=1):
-        found = jnp.where(lanes == at, each, found)
-    return found.T
+        result = jnp.where(lanes == at, each, result)
+    return result.T
 
 
 def columns(row: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ class BlackwellBackend(Backend):
     family = "blackwell"
     capabilities = Capabilities(
         query_family="cutlass_blackwell",
-        platform=Platform("cuda", (10, 0), is_exact=True, others=((10, 3),)),
+        platform=Platform("cuda", (10, 0), is_exact=True, additional=((10, 3),)),
         is_by_name_only=True,  # until the kernels have been measured
         dtypes=("float16", "bfloat16"),
         largest_tiles=lambda problem, device, pass_: max(tile_sizes(pass_)),

@@ -21,7 +21,7 @@ from natten_jax.arrays.biases import over_tokens, products_of_heads
 from natten_jax.arrays.operands import Cotangents, Gradients, Operands, Saved
 from natten_jax.backends.base import Backend, Capabilities, Earlier, Platform
 from natten_jax.backends.pallas import _common as common
-from natten_jax.backends.pallas._tpu_call import LANES, MOST_LOGITS, Chunks, call_of, pack_size, packs_of_program
+from natten_jax.backends.pallas._tpu_call import LANES, MAX_LOGITS, Chunks, call_of, pack_size, packs_of_program
 from natten_jax.performance import Pass, TilePair
 from natten_jax.plan.devices import Device
 from natten_jax.plan.plan import Plan
@@ -30,9 +30,9 @@ from natten_jax.windows import EDGES, Axis
 
 #: Maximum number of tokens in a query tile, and in a box of keys.
 LARGEST_TILE, LARGEST_BOX = 1024, 32768
-#: ``_MOST_BYTES`` is the maximum size of a query tile in bytes, and in the backward pass also of a key tile.
-#: ``_MOST_BOX_BYTES`` is the maximum size in bytes of the keys and values of a box. Two boxes must fit into VMEM.
-_MOST_BYTES, _MOST_BOX_BYTES = 512 * 1024, 5_600_000
+#: ``_MAX_BYTES`` is the maximum size of a query tile in bytes, and in the backward pass also of a key tile.
+#: ``_MAX_BOX_BYTES`` is the maximum size in bytes of the keys and values of a box. Two boxes must fit into VMEM.
+_MAX_BYTES, _MAX_BOX_BYTES = 512 * 1024, 5_600_000
 #: Bundles per grid step, per chunk of keys, and per row of a tile.
 _STEP, _CHUNK, _ROW = 220, 50, 1.05
 #: Bundles if every query tile sees at most one chunk: per program, per head or pack, and per row of a tile.
@@ -141,17 +141,17 @@ def recommended(problem: Problem, pass_: Pass) -> list[TilePair]:
     """Return the pairs of query and key/value tiles with the fewest estimated bundles, sorted by this estimate."""
     model, step = _Model(problem), alignment(problem)
     token_bytes = problem.element.bytes * sum(-(-width // LANES) * LANES for width in model.widths)
-    limit = min(LARGEST_TILE, 2 * _MOST_BYTES // token_bytes) // model.heads
+    limit = min(LARGEST_TILE, 2 * _MAX_BYTES // token_bytes) // model.heads
     costs: dict[TilePair, float] = {}
     for q_tile in _shapes([-(-axis.query_extent // axis.dilation) for axis in problem.axes], step, limit):
         spans = [_spans(*each) for each in zip(problem.axes, q_tile, model.steps, strict=True)]
         hull = [-(-max(each) // each_step) * each_step for each, each_step in zip(spans, model.steps, strict=True)]
         if pass_ == "forward":
-            boxes = _boxes(hull, model.steps, min(LARGEST_BOX, _MOST_BOX_BYTES // token_bytes))
+            boxes = _boxes(hull, model.steps, min(LARGEST_BOX, _MAX_BOX_BYTES // token_bytes))
             costs |= {(q_tile, box): model.forward(spans, q_tile, box) for box in itertools.islice(boxes, 2)}
             continue
         for kv_tile in _shapes(hull, step, limit):
-            if model.heads * math.prod(q_tile) * math.prod(kv_tile) <= MOST_LOGITS:
+            if model.heads * math.prod(q_tile) * math.prod(kv_tile) <= MAX_LOGITS:
                 costs[q_tile, kv_tile] = model.backward(spans, q_tile, kv_tile)
     return heapq.nsmallest(_LISTED, costs, key=lambda pair: costs[pair])
 

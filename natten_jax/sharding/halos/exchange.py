@@ -293,8 +293,8 @@ def flat_origins(layout: Sequence[int], lines: Sequence[DeviceLine | None]) -> j
     queries of a device need not be contiguous in the sequence. Their origin is then also 0. A call with several
     dimensions has no causal mask, so its result does not depend on positions.
     """
-    (line, *others) = lines
-    first = 0 if line is None or others else line.index * layout[0]
+    (line, *more_lines) = lines
+    first = 0 if line is None or more_lines else line.index * layout[0]
     return jnp.zeros((2, 3), jnp.int32).at[0, 2].set(first)
 
 

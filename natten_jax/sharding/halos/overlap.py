@@ -148,12 +148,12 @@ class _Patchwork:
     """Local keys or values, and their halos as separate arrays. The arrays are only joined in slabs that are sent.
 
     Attributes:
-        own: Local keys or values.
+        local: Local keys or values.
         layers: Received slabs of each dimension, in the order of the exchanges. Each slab includes the halos of the
             dimensions whose exchanges came earlier.
     """
 
-    own: jax.Array
+    local: jax.Array
     layers: Mapping[int, tuple[jax.Array, ...]] = dataclasses.field(default_factory=dict)
 
     def sent(self, slab: Slab, edge: jax.Array, exchange: Exchange) -> jax.Array:
@@ -166,7 +166,7 @@ class _Patchwork:
         def cut(array: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(array, edge, slab.keys, axis)
 
-        result = cut(self.own)
+        result = cut(self.local)
         for dimension, slabs in self.layers.items():
             if dimension != slab.dimension:
                 across = FIRST_TOKEN_AXIS + dimension
@@ -222,13 +222,13 @@ def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
     return buffer
 
 
-def _surrounded(own: jax.Array, slabs: Sequence[jax.Array], axis: int, halo: Halo, line: DeviceLine) -> jax.Array:
+def _surrounded(local: jax.Array, slabs: Sequence[jax.Array], axis: int, halo: Halo, line: DeviceLine) -> jax.Array:
     """Join tokens with their halos along an axis."""
     if halo.changes_places:
-        in_front, behind = (jnp.concatenate(order, axis) for order in ([*slabs, own], [own, *slabs]))
+        in_front, behind = (jnp.concatenate(order, axis) for order in ([*slabs, local], [local, *slabs]))
         return jnp.where(line.index == 0, behind, in_front)
     count = len(halo.slabs(halo.before))
-    return jnp.concatenate([*slabs[:count][::-1], own, *slabs[count:]], axis)
+    return jnp.concatenate([*slabs[:count][::-1], local, *slabs[count:]], axis)
 
 
 def _with(numbers: Sequence[Any], dimension: int, number: Any) -> list[Any]:
