@@ -112,7 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--turns", type=int, default=3, help="turns of each side")
+    parser.add_argument("--turns", type=int, default=3, help="alternating measurements of each side")
     parser.add_argument("--library", choices=("cudnn", "xla"), default="cudnn", help="library to compare with")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()

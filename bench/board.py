@@ -140,7 +140,7 @@ def main() -> int:
         "--problems", nargs="+", default=[], metavar="NAME", help="problems of the device's list (default: all)"
     )
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--turns", type=int, default=3, help="turns of each side")
+    parser.add_argument("--turns", type=int, default=3, help="alternating measurements of each side")
     parser.add_argument("--json", type=Path, default=FOLDER / "board.json", help="path of the record")
     parser.add_argument("--page", type=Path, default=FOLDER / "index.html", help="path of the page")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of earlier records")

@@ -206,7 +206,7 @@ def samples(records: list[dict[str, Any]], model: Calibration) -> list[Sample]:
         is_small = record["set"] in FORM_SETS
         kernel = None if is_small else model.kernel(problem, pair, pass_)
         if kernel is None and not is_small:
-            print(f"left out, no kernel takes its tiles any more: {record['arguments']} {pair} {pass_}")
+            print(f"skipped, because no kernel supports these tiles now: {record['arguments']} {pair} {pass_}")
             continue
         counts = simulator.count_tiles(problem, pair, pass_, kernel=kernel)
         found.append(Sample(record, kernel, counts, problem, pass_))
@@ -335,7 +335,7 @@ def print_errors(every: list[Sample], model: Calibration) -> None:
     for name, values in ratios.items():
         errors = [abs(value - 1) for value in values]
         middle, largest = statistics.median(errors), max(errors)
-        print(f"{name}: {len(values)} times, error {middle:.1%} in the median, {largest:.1%} at most")
+        print(f"{name}: {len(values)} measurements, median error {middle:.1%}, largest error {largest:.1%}")
     costs = {
         f"{arguments} ({pass_})": min(times)[1] / min(measured for _, measured in times)
         for (is_recommended, pass_, arguments), times in groups.items()
@@ -343,8 +343,8 @@ def print_errors(every: list[Sample], model: Calibration) -> None:
     }
     for line, cost in sorted(costs.items(), key=lambda item: -item[1]):
         if cost > 1:
-            print(f"of the tiles in turns, the model's choice takes {cost:.3f} of the best ones' time: {line}")
-    print(f"it is the best in {sum(cost == 1 for cost in costs.values())} of {len(costs)} problems")
+            print(f"the model's tiles take {cost:.3f} times as long as the fastest ones measured in turns: {line}")
+    print(f"the model's tiles are the fastest in {sum(cost == 1 for cost in costs.values())} of {len(costs)} problems")
 
 
 def main() -> None:
@@ -357,7 +357,7 @@ def main() -> None:
     measuring.add_argument("--passes", nargs="+", choices=PASSES, default=["forward"])
     measuring.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     measuring.add_argument(
-        "--other-ranks", nargs="*", type=int, default=OTHER_RANKS, help="ranks of further tiles for the fit"
+        "--other-ranks", nargs="*", type=int, default=OTHER_RANKS, help="ranks of more tiles to measure for the fit"
     )
     measuring.add_argument("--warmup-steps", type=int, default=10)
     measuring.add_argument("--iterations", type=int, default=20)
@@ -367,7 +367,7 @@ def main() -> None:
     fitting.add_argument("--family", default="hopper")
     fitting.add_argument("--dtype", default=_OWN, help="element type of the records")
     fitting.add_argument("--out", type=Path, help="path of the fitted model")
-    fitting.add_argument("--records-out", type=Path, help="all records together, as one file of measurements")
+    fitting.add_argument("--records-out", type=Path, help="path of one file with the measurements of all records")
     options = parser.parse_args()
     if options.step == "measure":
         records, run_environment = [], environment()

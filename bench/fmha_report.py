@@ -38,12 +38,12 @@ def platform_lines(
 ) -> list[str]:
     """Format tables of the thread blocks and key tiles of each target, and of the production kernel's best rates."""
     return [
-        "The targets' tiles make so many thread blocks, which a larger GPU needs more of, and so long loops over keys,",
-        "which copies have to hide behind:",
+        "Thread blocks per target (a larger GPU needs more of them), and the length of their loops over keys (a longer",
+        "loop hides more of the latency of copies):",
         "",
         *work_table(configuration),
         "",
-        "The production kernel at its best, this run first:",
+        "Best rates of the production kernel, this run first:",
         "",
         *measured_table(ladder, configuration, results, rate),
     ]

@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> int:
         benchmark = _benchmark(options, tokens)
         log.subsection(f"Sequence length: {tokens}")
         exact, nominal = exact_flops(benchmark) / 1e9, nominal_flops(benchmark) / 1e9
-        log.add("", f"Operations: {exact:.5g} GFLOP exact (what the mask leaves), {nominal:.5g} nominal")
+        log.add("", f"Operations: {exact:.5g} GFLOP exact (unmasked pairs), {nominal:.5g} nominal")
         result = measure(benchmark, ladder, options.iterations)
         results.append(result)
         log.add("", *length_table(result))

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--sides", nargs="+", choices=OTHERS, default=list(OTHERS), help="sides to compare e4m3 with")
-    parser.add_argument("--turns", type=int, default=5, help="turns of each side")
+    parser.add_argument("--turns", type=int, default=5, help="alternating measurements of each side")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     results: dict[str, Any] = {}

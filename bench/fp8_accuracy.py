@@ -202,7 +202,7 @@ def main() -> None:
     """Measure the errors of each method, print them and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--kernels", action="store_true", help="also measure the kernels of a Hopper GPU")
+    parser.add_argument("--kernels", action="store_true", help="measure the kernels of a Hopper GPU instead")
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     options = parser.parse_args()
     ways, sizes = (WAYS_OF_KERNELS, KEYS_OF_KERNELS) if options.kernels else (WAYS, KEYS)

@@ -124,7 +124,7 @@ def _groups(points: Iterable[Point], size: int) -> list[list[Point]]:
 
 def print_landscape(rows: Mapping[Point, Mapping[str, Any]], layouts: Sequence[Any], heads: Sequence[int]) -> None:
     """Print a line for each layout, then a line for each outlier."""
-    print(f"{'ns a token and head':22}" + "".join(f"{f'{n} heads':>9}" for n in heads))
+    print(f"{'ns per token and head':22}" + "".join(f"{f'{n} heads':>9}" for n in heads))
     for i, layout in enumerate(layouts):
         figures = (rows[Point(i, j)] for j in range(len(heads)))
         cells = (f"{row['nanoseconds']:8.2f}{'!' if row['excess'] > MAX_EXCESS else ' '}" for row in figures)
@@ -146,7 +146,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--family", default="hopper", help="backend family")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--turns", type=int, default=3, help="turns of each point; the fastest launch counts")
+    parser.add_argument("--turns", type=int, default=3, help="measurements of each point; the fastest launch counts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {}

@@ -140,7 +140,7 @@ def main() -> int:
     )
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=[])
     parser.add_argument("--backend", metavar="FAMILY", help="backend family of natten_jax, such as hopper")
-    parser.add_argument("--turns", type=int, default=3, help="turns of each side and mode")
+    parser.add_argument("--turns", type=int, default=3, help="alternating measurements of each side and mode")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw the speed-ups over cuDNN into this picture")

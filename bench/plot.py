@@ -366,7 +366,7 @@ def draw_scaling(record: Mapping[str, Any], path: Path, splits: Sequence[str] | 
     rows = [row for row in record["results"].values() if splits is None or row["split"] in splits]
     rows = [row for row in rows if _speedups(row, "measured") or _speedups(row, "predicted")]
     if not rows:
-        raise ValueError("the record has no such figures")
+        raise ValueError("the record has no speed-ups of these splits")
     is_measured = any(_speedups(row, "measured") for row in rows)
     about = f"devices ({record['environment']['device']})" if is_measured else "devices (nothing was measured)"
     with style():

@@ -196,7 +196,7 @@ def take_turns(
 
 def add_turns(parser: argparse.ArgumentParser) -> None:
     """Add the command-line options for the number of turns, their length, and the pauses between them."""
-    parser.add_argument("--turns", type=int, default=5, help="turns of each program")
+    parser.add_argument("--turns", type=int, default=5, help="alternating measurements of each program")
     parser.add_argument("--calls", type=int, default=10, help="minimum calls per turn")
     parser.add_argument("--seconds", type=float, default=0.5, help="minimum seconds per turn")
     parser.add_argument("--pause", type=float, default=0.3, help="pause before a turn in seconds")
@@ -295,10 +295,10 @@ def main() -> int:
         line += f"  {figures.get('collectives', '')}"
         line += "".join(f"; {way}: {milliseconds[way]:.3f} ms" for way in (HALOS_FIRST, COPIED) if way in milliseconds)
         if EXCHANGE in figures:
-            line += "; halos travel {exchange:.3f} ms, {hidden:.3f} of them hidden".format(**figures[EXCHANGE])
+            line += "; halo exchange {exchange:.3f} ms, {hidden:.3f} of it hidden".format(**figures[EXCHANGE])
         others = [each for name, each in milliseconds.items() if name.startswith("one: ")]
         if others:
-            line += f"; others alone: {', '.join(f'{each:.3f}' for each in others)} ms"
+            line += f"; other devices alone: {', '.join(f'{each:.3f}' for each in others)} ms"
         print(line, flush=True)
         save(results, options.json)
     return 0

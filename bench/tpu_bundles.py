@@ -335,7 +335,7 @@ def main() -> int | None:
     parser.add_argument("--only", default="", metavar="REGEX", help="select rows whose names match")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--json", type=Path, help="file of the figures; other rows and sides in it stay")
+    parser.add_argument("--json", type=Path, help="file of the figures; its other rows and sides are kept")
     parser.add_argument("--compile", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile is not None:

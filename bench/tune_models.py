@@ -99,9 +99,9 @@ def main() -> int:
         type=float,
         default=math.inf,
         metavar="SECONDS",
-        help="after the first problem, skip problems that would exceed it",
+        help="time limit; the first problem always runs",
     )
-    parser.add_argument("--again", action="store_true", help="measure problems again that the table has")
+    parser.add_argument("--again", action="store_true", help="also measure problems that are in the table")
     parser.add_argument("--forward-only", action="store_true", help="skip backward passes")
     parser.add_argument("--out", type=Path, default=MEASURED, metavar="FOLDER", help="folder of the table")
     options = parser.parse_args()
@@ -114,7 +114,7 @@ def main() -> int:
     for number, problem in enumerate(problems):
         elapsed = time.monotonic() - start
         if number and elapsed + longest > options.limit:
-            print(f"{len(problems) - number} problems are left; the same command goes on with them", flush=True)
+            print(f"{len(problems) - number} problems are left; run the same command to continue", flush=True)
             break
         print(f"{elapsed:5.0f} s  {number + 1}/{len(problems)}  {problem.label}", flush=True)
         try:

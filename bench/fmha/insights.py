@@ -38,11 +38,11 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
         if found:
             name = max(found, key=lambda each: found[each])
             others = ", ".join(f"{each} {gain:.2f}x" for each, gain in found.items())
-            lines.append(f"At {length} tokens, '{name}' paid most (each step over the one before: {others}).")
+            lines.append(f"At {length} tokens, '{name}' gained most (each step over the previous step: {others}).")
     every = [(gain, name, length) for length, found in by_length.items() for name, gain in found.items()]
     if every:
         gain, name, length = max(every)
-        lines.append(f"Of all steps and lengths, '{name}' at {length} tokens paid most: {gain:.2f}x.")
+        lines.append(f"Of all steps and lengths, '{name}' at {length} tokens gained most: {gain:.2f}x.")
     for name in {name: None for _, name, _ in every}:
         curve = [(length, found[name]) for length, found in by_length.items() if name in found]
         if len(curve) > 1:
@@ -51,11 +51,11 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
                 "grows with" if last > 1.02 * first else "falls with" if last < 0.98 * first else "hardly depends on"
             )
             lines.append(
-                f"What '{name}' pays {trend} the length: {first:.2f}x at {shortest} tokens, {last:.2f}x at {longest}."
+                f"The gain of '{name}' {trend} the length: {first:.2f}x at {shortest} tokens, {last:.2f}x at {longest}."
             )
     slower = [f"'{name}' at {length} tokens ({gain:.2f}x)" for gain, name, length in every if gain < 1]
     if slower:
-        lines.append(f"Slower than the step before: {', '.join(slower)}.")
+        lines.append(f"Slower than the previous step: {', '.join(slower)}.")
     for step in (ladder.baseline, ladder.production_step):
         rates = [(result.seq_len, own.tflops) for result in results if (own := result.find(step.label))]
         if not rates:
@@ -64,8 +64,8 @@ def insights(ladder: Ladder, results: Sequence[LengthResult], matrix_tflops: flo
         length = next(length for length, rate in rates if rate >= SATURATED * best)
         shares = ", ".join(f"{rate / matrix_tflops:.0%} at {length}" for length, rate in rates)
         lines.append(
-            f"'{step.name}' reaches {SATURATED:.0%} of its best rate ({best:.3g} TFLOP/s) at {length} tokens; of the "
-            f"{matrix_tflops:.3g} TFLOP/s that a matrix product runs at here, it has {shares}."
+            f"'{step.name}' reaches {SATURATED:.0%} of its best rate ({best:.3g} TFLOP/s) at {length} tokens; its "
+            f"share of a matrix product's {matrix_tflops:.3g} TFLOP/s is {shares}."
         )
     speedups = [
         (own.speedup_vs_baseline, result.seq_len)
@@ -104,7 +104,7 @@ def _priority(ladder: Ladder, results: Sequence[LengthResult]) -> str:
     ordered = sorted(paid, key=lambda name: -paid[name])
     worthwhile = [f"'{name}' ({paid[name]:.2f}x)" for name in ordered if paid[name] >= _WORTHWHILE]
     others = [f"'{name}' ({paid[name]:.2f}x)" for name in ordered if paid[name] < _WORTHWHILE]
-    text = f"{', then '.join(worthwhile)}." if worthwhile else "no step paid."
+    text = f"{', then '.join(worthwhile)}." if worthwhile else "no step gained enough."
     return f"{text} Not worth it: {', '.join(others)}." if others else text
 
 

@@ -37,9 +37,9 @@ def page(records: Sequence[Record]) -> str:
     boards = [record for record in records if record.is_board]
     parts = [
         "<h1>natten_jax: the board</h1>",
-        "<p>The same list of problems on every device, beside the implementations that were installed there. Lower is "
-        "better; what is called dense attends to all tokens, without windows. <code>make board</code> measures the "
-        "device at hand and writes this page again.</p>",
+        "<p>The same list of problems on every device, run by all implementations that were installed there. Lower is "
+        "better. Dense attention sees all tokens, without windows. <code>make board</code> measures the current "
+        "device and writes this page again.</p>",
         *(_device(device, device_boards) for device, device_boards in _by_device(boards).items()),
         "<h2>Every record</h2>",
         "<p>What was measured, newest first, with the command that measures it again.</p>",
@@ -66,7 +66,7 @@ def _device(device: str, boards: Sequence[Record]) -> str:
     results = newest.content["results"]
     parts = [f"<h2>{escape(device)}</h2>", f'<p class="about">{escape(newest.date)}, {escape(newest.name)}</p>']
     parts += [_problem(name, problem) for name, problem in results["problems"].items()]
-    parts += ["<h3>Who was there</h3>", _peers(results["peers"])]
+    parts += ["<h3>Implementations</h3>", _peers(results["peers"])]
     if len(boards) > 1:
         parts += ["<h3>natten_jax over time, milliseconds</h3>", _over_time(boards)]
     return "\n".join(parts)

@@ -57,7 +57,7 @@ class Record:
     @property
     def device(self) -> str:
         """Device of the measurement."""
-        device = self._environment.get("device") or self.content.get("device") or "a device that is not named"
+        device = self._environment.get("device") or self.content.get("device") or "unnamed device"
         return str(self._environment.get("processor") or device) if device == "cpu" else str(device)
 
     @property

@@ -156,7 +156,7 @@ PEERS: Mapping[str, Peer] = {
     "cuDNN": Peer("jax", _in_jax(_cudnn), "through jax.nn; causal windows over sequences, else dense attention", True),
     "Pallas": Peer("jax", _mosaic, "JAX's Mosaic kernel for Hopper GPUs, float16; dense attention", True),
     "tokamax": Peer("tokamax", _in_jax(_tokamax), "causal windows over sequences, else dense attention"),
-    "NATTEN": Peer("natten", torch_sides.natten, "PyTorch; what it permutes counts"),
+    "NATTEN": Peer("natten", torch_sides.natten, "PyTorch, including the time of permutations"),
     "FlexAttention": Peer(
         "torch", torch_sides.flex_attention, "PyTorch, compiled, on inputs that are permuted already"
     ),
