@@ -26,7 +26,7 @@ CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.
 DEMO := $(or $(wildcard $(INSTALLED)),$(if $(VENV),$(VENV)/.demo,$(INSTALLED)))
 DEMO_INSTALL := $(RUN) -m pip install --quiet --no-compile --disable-pip-version-check
 demo: $(DEMO)
-	@echo "[3/3] 3-D neighborhood attention, beside dense attention of the same layout in XLA"
+	@echo "[3/3] 3-D neighborhood attention, compared with dense attention of the same layout in XLA"
 	$(RUN) -m natten_jax.profiler -i 8 16 24 -d 64 -w 2 4 3 --dtype fp32 --compare xla --iterations 10 --warmup-steps 3
 	@echo
 	@echo "next: $(RUN) -m natten_jax.doctor          what runs on this machine, and why the rest does not"
@@ -37,7 +37,7 @@ $(VENV)/.demo: $(BUILD_INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[1/3] JAX and rich"
 	@$(DEMO_INSTALL) 'jax>=0.10' rich
-	@echo "[2/3] natten_jax with its kernels: half a minute on two cores, minutes where there is an NVIDIA GPU"
+	@echo "[2/3] natten_jax with its kernels: half a minute on two cores, several minutes with an NVIDIA GPU"
 	@$(DEMO_INSTALL) --no-deps --editable .
 	@touch $@
 

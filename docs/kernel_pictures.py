@@ -160,7 +160,7 @@ def ring(step: int) -> Draw:
     layout, kernel_size, side, beside, block, slots = (36, 44), 13, 4, 4, 4, 7
     window = problem_of(layout, kernel_size).axes[0].window
     first = 12, 16  # first query of the first warp
-    titles = ("a strip of 4 warps, and\nwhat one of them sees", "a step later: one slab\nis left, another comes")
+    titles = ("a strip of 4 warps, and\nwhat one of them sees", "a step later: one slab\nis dropped, one is added")
 
     def seen(first: int, tokens: int, extent: int) -> tuple[int, int]:
         begin, _ = window_bounds(window, first, extent)

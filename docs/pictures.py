@@ -18,7 +18,7 @@ from natten_jax.problem import problem_of
 IMAGES = Path(__file__).parent / "images"
 #: Colors of other devices' tokens, of local tokens, of local tokens whose windows extend into a halo, and of halos.
 PART_COLORS = FAINT, LIGHT_BLUE, BLUE, ORANGE
-PART_NAMES = "of others", "own", "own, that see the halo", "halo"
+PART_NAMES = "on other devices", "local", "local, with windows that reach the halo", "halo"
 Draw = Callable[[Any], Any]
 
 

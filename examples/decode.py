@@ -178,9 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if min(options.prompts) < 1 or max(options.prompts) >= options.tokens:
-        parser.error(f"--prompts must be from 1 to --tokens {options.tokens} less 1, got {options.prompts}")
+        parser.error(f"--prompts must be at least 1 and less than --tokens {options.tokens}, got {options.prompts}")
     if not 1 <= options.window < options.tokens:
-        parser.error(f"--window must be from 1 to --tokens {options.tokens} less 1, got {options.window}")
+        parser.error(f"--window must be at least 1 and less than --tokens {options.tokens}, got {options.window}")
     rng = np.random.default_rng(options.seed)
     prompts = [rng.integers(0, options.vocabulary, count).tolist() for count in options.prompts]
     model = random_model(jax.random.key(options.seed), options)

@@ -163,7 +163,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna (default: automatic)")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the blocks")
     parser.add_argument(
-        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="also train a second model, with these"
+        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="also train with this backend and dtype"
     )
     parser.add_argument("--output", type=Path, default=Path("digits.png"), help="picture of test predictions")
     options = parser.parse_args(arguments)

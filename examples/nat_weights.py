@@ -388,7 +388,7 @@ def _check_config(config: Mapping[str, Any], architecture: Architecture, kind: s
     if kind not in (None, config["model_type"]):
         raise refuse("model_type", f"but names of the weights begin with {kind}.")
     if config.get("quantization_config"):
-        raise refuse("quantization_config", "but quantized models are not computed here")
+        raise refuse("quantization_config", "but quantized models are not supported")
     if not isinstance(activation := config.get("hidden_act", "gelu"), str) or activation not in ACTIVATIONS:
         raise refuse("hidden_act", f"which must be one of {', '.join(ACTIVATIONS)}")
     for key in ("layer_norm_eps", "mlp_ratio", "layer_scale_init_value"):
@@ -413,14 +413,14 @@ def _check_config(config: Mapping[str, Any], architecture: Architecture, kind: s
     if "mlp_ratio" in config:
         hidden = tuple(int(config["mlp_ratio"] * width) for width in architecture.widths)
         if hidden != architecture.hidden:
-            raise refuse("mlp_ratio", f"but perceptrons of the weights have {architecture.hidden} features")
+            raise refuse("mlp_ratio", f"but the MLPs of the weights have {architecture.hidden} hidden features")
     if (config.get("layer_scale_init_value", architecture.layer_scale) > 0) != architecture.layer_scale:
-        has = "factors" if architecture.layer_scale else "no factors"
-        raise refuse("layer_scale_init_value", f"but the weights have {has} of a layer scale")
+        has = "a" if architecture.layer_scale else "no"
+        raise refuse("layer_scale_init_value", f"but the weights have {has} layer scale")
     stages, normalized = config.get("out_features"), architecture.stage_norms
     is_list = isinstance(stages, list | tuple)
     if normalized and stages is not None and not (is_list and sorted(map(str, stages)) == sorted(normalized)):
-        raise refuse("out_features", f"but the weights have normalizations of {normalized}")
+        raise refuse("out_features", f"but the weights have normalizations for {normalized}")
 
 
 def _block_dilations(
@@ -702,13 +702,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--checkpoint", type=Path, help=".pth, .safetensors or .npz file; random weights if not given")
-    parser.add_argument("--image", type=Path, help="what to classify; random pixels if not given")
-    parser.add_argument("--size", default="mini", choices=SIZES, help="of the model with random weights")
-    parser.add_argument("--dilations", choices=DILATIONS, help="kind of the model; from the checkpoint if not given")
-    parser.add_argument("--image-size", type=int, help="rows and columns; those of the published model if not given")
-    parser.add_argument("--batch", type=int, default=1, help="random images")
-    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="type that is computed in")
-    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna; the best one if not given")
+    parser.add_argument("--image", type=Path, help="image to classify; random pixels if not given")
+    parser.add_argument("--size", default="mini", choices=SIZES, help="size of the model with random weights")
+    parser.add_argument("--dilations", choices=DILATIONS, help="kind of model; from the checkpoint if not given")
+    parser.add_argument("--image-size", type=int, help="height and width in pixels; as published if not given")
+    parser.add_argument("--batch", type=int, default=1, help="number of random images")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES, help="dtype of the computation")
+    parser.add_argument("--backend", default=None, help="such as cpu-fna or flex-fna (default: automatic)")
     parser.add_argument("--profile", action="store_true", help="print the share of attention in the time")
     options = parser.parse_args(arguments)
     if options.batch < 1:

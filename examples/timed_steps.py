@@ -64,7 +64,7 @@ class TimedSteps:
                 step has the number 1.
             count: Number of steps.
         """
-        print(f"{'step':>6} {'mean loss since the line before':>36}")
+        print(f"{'step':>6} {'mean loss since the previous line':>36}")
         interval = -(-count // LINES)
         for number in range(1, count + 1):
             self._train_once(*batch(number))

@@ -200,7 +200,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--devices", type=int, help="devices to use; without accelerators, the machine acts as that many (default: all)"
     )
-    parser.add_argument("--model-parallel", type=int, default=1, help="devices that share the heads; divides both")
+    parser.add_argument(
+        "--model-parallel", type=int, default=1, help="devices that share the heads; must divide --devices and --heads"
+    )
     parser.add_argument("--compare", action="store_true", help="train a second model, on one device")
     parser.add_argument("--steps", type=int, default=100, help="steps of training")
     parser.add_argument("--batch-size", type=int, default=8, help="clips per step, over all devices")
@@ -276,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         f"{tokens} tokens, window {window}, {heads}, {options.batch_size} clips per step, {mesh.size} devices ({kind})"
     )
-    print("Mean loss since the line before; 1 if nothing is taken to move")
+    print("Mean loss since the previous line; 1 for the prediction that nothing moves")
     print_line("step", [str(run) for run in runs])
     interval = -(-options.steps // LINES)
     for step in range(1, options.steps + 1):

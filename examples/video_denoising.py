@@ -216,7 +216,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="dtype of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of parameters and clips")
     parser.add_argument(
-        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="also train a second model, with these"
+        "--compare", type=parse_arithmetic, metavar="BACKEND:DTYPE", help="also train with this backend and dtype"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for the losses of all steps")
     options = parser.parse_args(arguments)
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens, window = ("x".join(map(str, sizes)) for sizes in (options.tokens, options.window))
     heads, device = f"{options.heads} heads of {options.head_dim}", jax.devices()[0].device_kind
     print(f"{tokens} tokens, window {window}, {heads}, {device}")
-    print(f"Mean loss since the line before; {NOISE**2:.4f} if no noise is removed")
+    print(f"Mean loss since the previous line; {NOISE**2:.4f} if no noise is removed")
     print_line("step", [str(run.arithmetic) for run in runs])
     interval = -(-options.steps // LINES)
     for step in range(1, options.steps + 1):

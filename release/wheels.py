@@ -178,7 +178,7 @@ def repaired(wheel: Path, tools: Path, out: Path) -> Path:
     """
     command = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(WORK / "repaired"), str(wheel)]
     if subprocess.run(command, env=environment_with(tools), check=False).returncode:
-        raise SystemExit(f"{wheel.name} keeps no manylinux policy.")
+        raise SystemExit(f"{wheel.name} satisfies no manylinux policy.")
     (result,) = (WORK / "repaired").iterdir()
     return Path(shutil.move(result, out / result.name))
 

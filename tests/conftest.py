@@ -155,7 +155,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         is_of_gpu = item.get_closest_marker("gpu") is not None
         if is_of_gpu != _is_of_gpu(config):
-            item.add_marker(pytest.mark.skip(reason="needs -m gpu" if is_of_gpu else "is of the host: needs no -m gpu"))
+            item.add_marker(pytest.mark.skip(reason="needs -m gpu" if is_of_gpu else "host test: excluded by -m gpu"))
         elif is_of_gpu and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU"))
         if item.get_closest_marker("slow") and not config.getoption("slow"):

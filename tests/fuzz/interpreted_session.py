@@ -114,9 +114,9 @@ class Kernels:
     def main(self, module: str, description: str | None, arguments: Sequence[str] | None = None) -> int:
         """Run the problems that the command line selects, and return the exit status."""
         parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
-        parser.add_argument("--problems", type=int, default=10**9, help="stop after so many")
-        parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")
-        parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems")
+        parser.add_argument("--problems", type=int, default=10**9, help="number of problems")
+        parser.add_argument("--minutes", type=float, default=1.0, help="time limit (default 1)")
+        parser.add_argument("--seed", type=int, default=0, help="seed of the sequence of problems")
         parser.add_argument("--first", type=int, default=0, help="number of the first problem")
         options = parser.parse_args(arguments)
         end = time.monotonic() + 60 * options.minutes

@@ -51,21 +51,21 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz",
         description="Run random problems and compare outputs, logsumexp and all gradients with a float64 oracle. "
-        "Exit status: 0 where all are right, 1 where some are not, 2 where the backend cannot run here.",
+        "Exit status: 0 if all results are right, 1 if a result is wrong, 2 if the backend cannot run here.",
     )
     families = [family.name for family in FAMILIES]
     names = [*families, *(f"{name}-{operator}" for name in families for operator in OPERATORS)]
     parser.add_argument("--backend", required=True, choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
-    parser.add_argument("--minutes", type=float, help=f"how long (default {DEFAULT_MINUTES:g}, or --problems)")
-    parser.add_argument("--problems", type=int, help="stop after so many problems")
-    parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems (default 0)")
+    parser.add_argument("--minutes", type=float, help=f"time limit (default {DEFAULT_MINUTES:g}; none with --problems)")
+    parser.add_argument("--problems", type=int, help="number of problems")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sequence of problems (default 0)")
     parser.add_argument("--workers", type=int, default=1, help="parallel processes (default 1)")
-    parser.add_argument("--direct", action="store_true", help="call the kernels themselves, with any tiles and origins")
+    parser.add_argument("--direct", action="store_true", help="call the kernels directly, with any tiles and origins")
     parser.add_argument(
-        "--feature", nargs="+", default=[], choices=FEATURES, help="what every problem has; others are drawn beside it"
+        "--feature", nargs="+", default=[], choices=FEATURES, help="features of every problem; others are random"
     )
-    parser.add_argument("--at-once", type=int, help="problems in one compiled program")
-    parser.add_argument("--output-dir", type=Path, default=Path("build/fuzz"), help="for programs that show a failure")
+    parser.add_argument("--at-once", type=int, help="problems per compiled program")
+    parser.add_argument("--output-dir", type=Path, default=Path("build/fuzz"), help="folder for failing programs")
     found = parser.parse_args(arguments)
     name, _, chosen = found.backend.partition("-")
     family = family_named(name)

@@ -43,5 +43,5 @@ def rejection(options: Options) -> str | None:
     reasons = [backend.rejection(problem, device, pass_) for pass_ in PASSES]
     reason = next(filter(None, reasons), None)
     if reason is None and not device_computes():
-        raise RuntimeError("the device computes nothing")
+        raise RuntimeError("the device runs no program")
     return reason
