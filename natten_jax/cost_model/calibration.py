@@ -31,7 +31,7 @@ _FOLDER = Path(__file__).with_name("calibrations")
 class Kernel:
     """A compiled kernel: its tile sizes, and the seconds that parts of its work take.
 
-    A thread block owns an outer tile and loops over inner tiles (:mod:`natten_jax.cost_model.tiles`).
+    A thread block owns an outer tile and loops over inner tiles (``natten_jax.cost_model.tiles``).
 
     Attributes:
         head_dim: Largest supported head dimension.

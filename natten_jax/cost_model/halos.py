@@ -97,7 +97,7 @@ def link_between(devices: int) -> Link:
 class Visits(NamedTuple):
     """Number of outer tiles, and number of inner tiles that they visit, along one dimension or in a whole layout.
 
-    A thread block owns an outer tile and loops over inner tiles (:mod:`natten_jax.cost_model.tiles`).
+    A thread block owns an outer tile and loops over inner tiles (``natten_jax.cost_model.tiles``).
     """
 
     outer: int

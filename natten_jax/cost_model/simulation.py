@@ -9,7 +9,7 @@ kind of device (:mod:`natten_jax.cost_model.calibration`). The formula is:
     busy = launch + max(work, byte * (bytes of inputs and results))
     time = busy * (1 + slowdown * power * busy / (busy + onset))
 
-- Each row group of a kernel sees or skips an inner tile, and may mask it (:mod:`natten_jax.cost_model.tiles`). If only
+- Each row group of a kernel sees or skips an inner tile, and may mask it (``natten_jax.cost_model.tiles``). If only
   some of the row groups skip a tile, the tile counts partly as seen and partly as skipped. A tile counts as partial if
   at least one row group masks it, because row groups take turns: one uses the tensor cores while another computes
   exponentials.

@@ -12,7 +12,7 @@ properties of the device into account: the number of multiprocessors, the shared
 Rows are queries, and columns are the keys that these queries see. In kernels for key and value gradients, rows are
 keys, and columns are the queries that see them. A warp owns a tile of 16 rows and loops over groups of 8 columns, two
 groups at a time. These two groups are neighbors along one dimension, which is called the line dimension. The first
-group of the loop begins at the start of the rows' hull (:mod:`natten_jax.cost_model.tiles`).
+group of the loop begins at the start of the rows' hull (``natten_jax.cost_model.tiles``).
 
 A forward pass is a single launch. A backward pass is either a single launch that computes all gradients, or two
 launches: one with queries as rows, and one with keys as rows. Each of these two launches computes the logits and their

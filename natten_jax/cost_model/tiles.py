@@ -405,7 +405,7 @@ class TimedTiles(NamedTuple):
 class TileCounts:
     """Counts of tiles and query-key pairs of one batch entry and head.
 
-    :mod:`natten_jax.cost_model.tiles` defines hulls, full tiles, row groups and parts.
+    ``natten_jax.cost_model.tiles`` defines hulls, full tiles, row groups and parts.
 
     Attributes:
         outer: Number of outer tiles, which are query tiles in the forward pass and key/value tiles in the backward
