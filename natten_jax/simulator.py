@@ -230,9 +230,9 @@ def recommend_dilation(
     Raises:
         ValueError: :func:`count_tiles` rejects the tiles or the placement.
     """
-    undilated = [simulate(problem, pair, calibration=calibration, placement=placement) for pair in pairs]
+    current = [simulate(problem, pair, calibration=calibration, placement=placement) for pair in pairs]
     recommendations = []
-    for pair in (each.pair for each in undilated):
+    for pair in (each.pair for each in current):
         tiles = zip(problem.axes, *pair, strict=True)
         dilation = tuple(_dilation_with_fewest_tiles(*each, placement) for each in tiles)
         dilated = problem.with_axes(dilation=dilation)
@@ -240,7 +240,7 @@ def recommend_dilation(
             simulation = simulate(dilated, pair, calibration=calibration, placement=placement)
             recommendations.append(DilationRecommendation(dilation, simulation))
     best = min((_cost(each.simulation) for each in recommendations), default=math.inf)
-    if not undilated or best * _NEARLY_BEST > min(map(_cost, undilated)):
+    if not current or best * _NEARLY_BEST > min(map(_cost, current)):
         return None
     return _smallest(recommendations)
 

@@ -125,8 +125,7 @@ def lowering_targets() -> Mapping[str, Device]:
     """Map each platform to the kind of device that a program can be lowered for.
 
     The first platform is the platform of this thread's default device. The other entries are needed because a program
-    can also be exported for devices that this process does not have. For such devices, only
-    the platform is known.
+    can also be exported for devices that this process does not have. For such devices, only the platform is known.
     """
     return {
         platform: lowering_target(platform) if platform == "cuda" else Device(platform)
